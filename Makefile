@@ -1,10 +1,13 @@
 # make test      lint, types and the quick tests, in a fresh .venv
-# make test-all  the same with the slow tests
+# make test-all  the same with the slow tests, and those of copies once more with short pieces
 # make docs      the documentation as a site, in site/
 # make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
 # make oldest    the quick tests with the oldest PyTorch and transformers (gigabytes: that PyTorch brings CUDA along)
+# make peers     TRL's and PEFT's own tests with a plan on every model (an hour)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
+# make gpu-carry libraries that are measured beside ours, to be carried to a machine without an index
 # make sanitize  a small case under compute-sanitizer (make gpu does it too, where the tool is found)
+# make rehearse  the tests that need a GPU, on a rehearsal's device (gigabytes: PyTorch's CUDA build; no GPU)
 # make clean     remove the environments and the caches
 #
 # PYTHON chooses the interpreter (3.11 or newer):  make test PYTHON=python3.12
@@ -13,14 +16,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+REHEARSAL := .venv-rehearsal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A process for each core, whole files: what a file sets up is set up once.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
 PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
+# Streams, swap and host sequences, once more with blocks of host memory that are copied in pieces of 4 KiB.
+IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,apply.py bitwise.py bytes.py \
+	cached_traces.py copies.py faults.py happens_before.py kept_inside.py mutation.py packed_rows.py \
+	random_orders.py recompute_input.py recompute_matrix.py release.py saved_bytes.py windows.py with_moe.py)
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
-.PHONY: test test-all oldest lint types docs demo gpu sanitize clean
+.PHONY: test test-all oldest lint types docs demo peers gpu gpu-carry sanitize rehearse clean
 .DELETE_ON_ERROR:
 
 test: lint types
@@ -28,6 +36,7 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+	$(PYTEST) --piece-bytes 4096 $(IN_PIECES) -m "not gpu"
 
 oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python $(NOT_STRICT) $(ON_ALL_CORES) -m "not slow and not gpu"
@@ -47,11 +56,16 @@ demo: $(VENV)/.run
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/llama_swap.py recipes/sample_cpu.yaml --dataset sample
 
+# Their tests come from source distributions; models and data are made here.
+peers: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[peers]'
+	$(BIN)/python tests/peers/run.py
+
 # Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there.
 ON_GPU = $(PYTHON) $(NOT_STRICT)
 SANITIZED = compute-sanitizer --tool memcheck --error-exitcode 1
 FOR_SANITIZER = $(ON_GPU) tests/engine/test_gpu_stress.py -k for_the_sanitizer
-# All stages one after the other, each under eight minutes: what is in the results is not measured again. What one
+# All stages one after the other, each under nine minutes: what is in the results is not measured again. What one
 # of them finds does not stop the next.
 gpu:
 	@status=0; \
@@ -61,6 +75,11 @@ gpu:
 	$(PYTHON) benchmarks/verdict.py || status=1; \
 	exit $$status
 
+# For the Python of that machine, without what they depend on: benchmarks/README.md says how they are used.
+gpu-carry:
+	$(PYTHON) -m pip install --quiet --target gpu-carry --upgrade --no-compile --no-deps --only-binary :all: \
+		--python-version 3.12 --constraint constraints.txt trl liger-kernel
+
 # Twice: every tensor memory of its own, so that nothing outside of one is touched unseen; and memory that is
 # given and taken in the order of streams, where what another stream still uses must not be given back. Its
 # racecheck looks at shared memory inside kernels, and there are no kernels of ours.
@@ -68,8 +87,25 @@ sanitize:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZED) $(FOR_SANITIZER)
 	PYTORCH_ALLOC_CONF=backend:cudaMallocAsync $(SANITIZED) --track-stream-ordered-races all $(FOR_SANITIZER)
 
+# Values of all tensors are computed on the CPU, and copies are carried out as late as may be; the tests of the
+# device itself choose each order in turn. The steps of the planner's tests are too large to compute: there only
+# small tensors have values.
+REHEARSED := $(REHEARSAL)/bin/python -m hf_actswap.rehearsal
+REHEARSED_TESTS := $(REHEARSAL)/bin/python $(NOT_STRICT)
+TIMED := tests/engine/test_gpu.py tests/engine/test_link.py
+TOO_LARGE_TO_COMPUTE := tests/planner/test_gpu_planner.py tests/planner/test_gpu_guard.py
+rehearse: $(REHEARSAL)/.dev
+	@status=0; \
+	$(REHEARSED) --arithmetic all -- $(REHEARSED_TESTS) -m "gpu or rehearsal" \
+		$(TOO_LARGE_TO_COMPUTE:%=--ignore=%) || status=1; \
+	$(REHEARSED) --arithmetic small --clock -- $(REHEARSED_TESTS) $(TOO_LARGE_TO_COMPUTE) || status=1; \
+	$(REHEARSED) --arithmetic all --clock -- $(REHEARSED_TESTS) $(TIMED) || status=1; \
+	for seed in 1 2; do $(REHEARSED) --arithmetic all --order random --seed $$seed -- \
+		$(REHEARSED_TESTS) tests/engine/test_gpu.py || status=1; done; \
+	exit $$status
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(REHEARSAL) gpu-carry build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a CPU wheel that the index configuration offers is then taken as it is.
@@ -90,4 +126,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(OLDEST)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.17.*' --editable '.[test]'
+	touch $@
+
+# The CUDA build from the package index, also where the index configuration offers another.
+$(REHEARSAL)/.dev: pyproject.toml
+	$(PYTHON) -m venv $(REHEARSAL)
+	@$(REHEARSAL)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.17.*' --editable '.[test]' \
+		|| { echo "make rehearse needs PyTorch's CUDA build, which cannot be installed here"; exit 1; }
 	touch $@

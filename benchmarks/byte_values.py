@@ -10,7 +10,6 @@ time to run it again; hence picoseconds per byte. `docs/choosing.md` says how to
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.func import functional_call
 
 from benchmarks.byte_calls import (
     ByteRow,
@@ -39,17 +37,26 @@ from benchmarks.byte_calls import (
     row_of,
     without,
 )
-from benchmarks.records import accelerator_name, commit, hardware, versions
+from benchmarks.records import (
+    REPOSITORY,
+    RESULTS,
+    accelerator_name,
+    commit,
+    console_of,
+    hardware,
+    versions,
+    write_json,
+)
 from benchmarks.workloads import PRESETS, DecoderStack, Workload
 from hf_actswap import model_structure
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import ModelStructure
 from hf_actswap.plan.dry_run import assume_unpacked_rows, fake_batch, fake_weights, fakes_only
+from hf_actswap.plan.exchanged_weights import exchanged
 
 Result = Mapping[str, Any]
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_WIDTH_WITHOUT_TERMINAL = 140
 _STEP_OVER_FORWARD = 3
 ELEMENTWISE = (
     *(f"{norm}.{call}" for norm in _NORMS for call in ("to:0", "rsqrt:0", "to:1", "mul:1")),
@@ -101,9 +108,7 @@ def held_rows(panel: Sequence[Result]) -> list[Result]:
 
 def print_byte_table(rows: Sequence[Result], console: Console | None = None) -> None:
     """Print a table for each shape."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+    console = console_of(console)
     for panel in by_shape(rows).values():
         table = Table(title=f"{title(panel)}\n{link_text(panel[0])}", title_justify="left")
         for name in ("tensor of", "MiB", "saved", "runs again", "ms", "ps per byte"):
@@ -209,8 +214,6 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]], text_column
     return "\n".join([rows[0], rule, *rows[1:]])
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 TINY = Workload(
     "tiny-8b",
     model="tiny, proportions of Llama-3-8B",
@@ -270,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_byte_table(rows)
     path = arguments.out or (None if arguments.shapes else _default_path(kind, device))
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(path, rows)
         sys.stderr.write(f"written: {path}\n")
         _draw(rows, path.with_suffix(".png"))
     return 0
@@ -308,8 +310,8 @@ def _calls_on_fakes(step: DecoderStack, named: ModelStructure, clock: Clock) -> 
     with assume_unpacked_rows(), fakes_only():
         state = fake_weights(step.model, _CPU)
         hidden = fake_batch(step.hidden, _CPU)
-        with follower.following():
-            functional_call(step.model, state, (), {"inputs_embeds": hidden, "use_cache": False})
+        with follower.following(), exchanged(step.model, state):
+            step.model(inputs_embeds=hidden, use_cache=False)
     return follower.calls
 
 

@@ -33,13 +33,21 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import FrontierJob, InProcessMeasurer, Session, frontier_jobs, longest_jobs
-from benchmarks.records import Record, Records, Result, device_named, file_name, origin, results_folder
+from benchmarks.records import (
+    Record,
+    Records,
+    Result,
+    console_of,
+    device_named,
+    file_name,
+    origin,
+    results_folder,
+)
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")
 """Arguments that replace a preset's value."""
-_WIDTH_WITHOUT_TERMINAL = 140
 _HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swapped MiB", "stall ms")
 
 
@@ -194,9 +202,7 @@ def print_table(workload: Workload, results: Sequence[Result], console: Console 
         results: the rows, eager first.
         console: where to print; by default the standard output.
     """
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+    console = console_of(console)
     searched = any(result.longest for result in results)
     title = f"{workload.name}: {workload.title}, forward + backward; x: against eager"
     table = Table(title=title, title_justify="left")

@@ -1,7 +1,7 @@
-"""All that is to be measured on an accelerator, in stages of less than eight minutes each.
+"""All that is to be measured on an accelerator, in stages of less than ten minutes each.
 
-    python benchmarks/gpu_day.py --stage 1-4            25 minutes: smoke, GPU tests, the claims
-    python benchmarks/gpu_day.py --stage 3              again: what stage 3 had no time for
+    python benchmarks/gpu_day.py --stage 3              the claims; again: what there was no time for
+    python benchmarks/gpu_day.py --half-hour            print the commands for a borrowed machine
     python benchmarks/gpu_day.py --list                 what there is, and what of it is in the results
     python benchmarks/gpu_day.py --device cpu           a dry run on the CPU, tiny
 
@@ -9,7 +9,7 @@ A row that is in the results is not measured again without ``--again``, whatever
 time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
 process is recorded with its traceback, and the next one begins (`harness` says how). Results go into the
 folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files. ``HF_ACTSWAP_COMMIT`` is
-the commit if there is no git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
+the commit if there is no .git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
 installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
 
 Exit status 1: something failed. `verdict.py` then judges the results.
@@ -24,21 +24,33 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
-from benchmarks.harness import Job, Session, Worker, frontier_jobs, longest_jobs, serve
+from benchmarks.harness import (
+    FrontierJob,
+    Job,
+    MeasureError,
+    Session,
+    Worker,
+    frontier_jobs,
+    longest_jobs,
+    serve,
+)
 from benchmarks.methods import LIGER_VARIABLE, TRL_VARIABLE
 from benchmarks.records import (
+    COMMIT_VARIABLE,
     REPOSITORY,
+    RESULTS,
     RESULTS_VARIABLE,
     Record,
     Records,
@@ -46,7 +58,7 @@ from benchmarks.records import (
     file_name,
     results_folder,
 )
-from benchmarks.rows import ROWS
+from benchmarks.rows import FLASH, REPEATED, ROWS
 from benchmarks.suites import Place, Suite, SuiteRun
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
 from benchmarks.workloads import PRESETS, Workload, fitted
@@ -59,6 +71,10 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 """Environment variables of all processes that measure or test, beside `benchmarks.SETTINGS`."""
+_TO_END_S = 3.0
+"""Time in which a command that is over ends, after all that it measures with was ended."""
+ARCHIVE = "gpu_day.tgz"
+_REPEATED_NAMES = {row.name for row in REPEATED}
 SLACK_S = 12.0
 """Seconds after the end of a stage's time at which work that still runs is ended."""
 _IMPORTS_S = 10.0
@@ -78,6 +94,7 @@ class Stage:
             that is left is left out, and the next may fit.
         trainings: kinds of trainings in `benchmarks.trainings`.
         longest: presets, each with the rows whose longest sequence is searched.
+        repeats: whether `REPEATED` is measured at the end, on each workload of ``rows``.
     """
 
     title: str
@@ -86,6 +103,7 @@ class Stage:
     rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
     trainings: tuple[str, ...] = ()
     longest: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    repeats: bool = False
 
 
 SMOKE = "tests/engine/test_device_smoke.py"
@@ -94,10 +112,11 @@ TIMED_TESTS = (
     "tests/planner/test_gpu_planner.py::test_recording_costs_little_and_the_profile_is_kept",
 )
 """Tests that measure times, which other work on the device would falsify."""
+EXACTNESS_TESTS = ("tests/engine/test_gpu_stress.py", "tests/planner/test_gpu_guard.py")
+COMPILED_PLANNING = "tests/planner/test_gpu_planner.py::test_compiled_layers_are_planned_and_survived"
+"""Beside three other processes it takes longer than a test may."""
 GPU_TESTS = (
-    "tests/engine/test_gpu_stress.py",
     "tests/engine/test_gpu.py",
-    "tests/planner/test_gpu_guard.py",
     "tests/planner/test_gpu_planner.py",
     "tests/planner/test_gpu_optimizer_states.py",
     "tests/engine/test_slabs.py",
@@ -128,6 +147,7 @@ CLAIMS_8K = (
     "actswap-everything-20",
     "actswap-everything-auto",
     "actswap-case3-auto",
+    FLASH,
     "actswap-elementwise-fused",
     "actswap_plan_half",
     "actswap_plan_reduce",
@@ -167,17 +187,19 @@ _CURVE = tuple(row.name for row in ROWS if row.budget is not None)
 _ALL = tuple(row.name for row in ROWS)
 
 STAGES = {
-    1: Stage("smoke", 115, (Suite("smoke", (SMOKE,)),)),
+    1: Stage("smoke", 255, (Suite("smoke", (SMOKE,)),)),
     2: Stage(
         "GPU tests",
         440,
         (
+            Suite("GPU tests", EXACTNESS_TESTS, "gpu", processes=4),
             Suite("GPU tests", TIMED_TESTS, "gpu"),
-            Suite("GPU tests", GPU_TESTS, "gpu", without=TIMED_TESTS, processes=4),
+            Suite("GPU tests", GPU_TESTS, "gpu", without=(*TIMED_TESTS, COMPILED_PLANNING), processes=4),
+            Suite("GPU tests", (COMPILED_PLANNING,), "gpu"),
         ),
     ),
-    3: Stage("claims at 7b-8k", 440, rows=(("7b-8k", CLAIMS_8K),)),
-    4: Stage("claims at 7b-32k", 440, rows=(("7b-32k", CLAIMS_32K),)),
+    3: Stage("claims at 7b-8k", 495, rows=(("7b-8k", CLAIMS_8K),), repeats=True),
+    4: Stage("claims at 7b-32k", 465, rows=(("7b-32k", CLAIMS_32K),), repeats=True),
     5: Stage("out of memory, optimizer states", 460, trainings=(OUT_OF_MEMORY, OPTIMIZER_STATES)),
     6: Stage(
         "longest sequences",
@@ -196,6 +218,28 @@ STAGES = {
         ),
     ),
 }
+
+LONG_ROWS = ("hf-checkpointing", "actswap-tiled-loss-recompute", "actswap-tiled-step", "actswap-streamed")
+_HALVES = ("actswap_plan_half", "actswap_plan_compiled_half")
+HALF_HOURS: tuple[tuple[tuple[str, str, int], ...], ...] = (
+    (
+        ("smoke; if test_eager_repeats_its_bits fails, stop and mend that first", "--stage 1", 270),
+        ("the claims at 8k tokens", "--stage 3", 510),
+        ("the claims at 32k tokens", "--stage 4", 480),
+        ("whole 8B, 32k tokens and longer", f"--stage 6 --only {' '.join(LONG_ROWS)}", 150),
+        ("stress and guard tests", "--stage 2", 240),
+    ),
+    (
+        ("out of memory, optimizer states", "--stage 5", 360),
+        ("half of the memory, 8k tokens", f"--stage 3 --only {' '.join(_HALVES)}", 240),
+        ("half of the memory, 32k tokens", f"--stage 4 --only {' '.join(_HALVES)}", 270),
+        ("the longest sequences", "--stage 6", 420),
+        ("the rest of the GPU tests", "--stage 2", 390),
+    ),
+)
+"""What a borrowed machine measures in half an hour, the most important first: title, arguments, seconds."""
+CARRIED = "gpu-carry"
+"""Folder with TRL and Liger, which ``make gpu-carry`` fetches."""
 
 SIZES = {
     OUT_OF_MEMORY: Sizes("6 layers, 32k", 14, 6, 4096, 32768, 4096, expected_s=30.0),
@@ -219,6 +263,7 @@ TINY_SIZES = {
     OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
 }
 _TINY_LONGEST_TOKENS = 128
+_FIRST_LONGEST_TOKENS = 2**15
 
 
 @dataclass(frozen=True)
@@ -279,8 +324,15 @@ def jobs_of(stage: Stage, machine: Machine, compiling: bool) -> list[Job]:
         # Lengths are not scaled down to the memory: the search shall find its limit.
         workload = STAND_INS[preset] if machine.is_cpu else PRESETS[preset]
         limit_tokens = _TINY_LONGEST_TOKENS if machine.is_cpu else 2**20
-        jobs += longest_jobs(workload, [rows[name] for name in names], limit_tokens)
+        first_tokens = None if machine.is_cpu else _FIRST_LONGEST_TOKENS
+        jobs += longest_jobs(workload, [rows[name] for name in names], limit_tokens, first_tokens)
     return list({job.title: job for job in jobs}.values())
+
+
+def repeated_jobs(stage: Stage, machine: Machine) -> list[FrontierJob]:
+    """Return the jobs that end a stage: rows with which others are compared, as clocks have drifted."""
+    presets = [preset for preset, _ in stage.rows] if stage.repeats else []
+    return frontier_jobs([_workload(preset, machine) for preset in presets], REPEATED)
 
 
 def _workload(preset: str, machine: Machine) -> Workload:
@@ -289,6 +341,33 @@ def _workload(preset: str, machine: Machine) -> Workload:
     if machine.memory_bytes is None:
         return PRESETS[preset]
     return fitted(PRESETS[preset], machine.memory_bytes)
+
+
+def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
+    """Yield the commands of a half hour on a borrowed machine, each after a comment with its budget.
+
+    Each is one line of bash, run from the repository's root. Results stay in a folder of that machine, from
+    which the next command continues.
+
+    Args:
+        number: 1 or 2.
+        out_folder: folder, as the machine's shell reads it, whose contents are fetched after each command and
+            which is empty at the beginning of the next; ``None``: there is none.
+    """
+    known = commit(REPOSITORY)
+    yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
+    if known["dirty"]:
+        yield "# tracked files differ from the commit that the results will name"
+    carried = " ".join(f'{name}="$PWD/{CARRIED}"' for name in (TRL_VARIABLE, LIGER_VARIABLE))
+    before = f'export {RESULTS_VARIABLE}="${{TMPDIR:-/tmp}}/hf_actswap_results" '
+    before += f'{COMMIT_VARIABLE}={known["id"] or ""} {carried}; mkdir -p "${RESULTS_VARIABLE}"; '
+    if out_folder is not None:
+        before += f'trap \'tar -czf "{out_folder}/{ARCHIVE}" -C "${RESULTS_VARIABLE}" .\' EXIT; '
+    for place, (title, arguments, budget_s) in enumerate(HALF_HOURS[number - 1], 1):
+        yield f"# {number}.{place} {title}: {budget_s} s"
+        minutes = f"--minutes {(budget_s - SLACK_S - _TO_END_S) / 60:g}"
+        yield f"{before}timeout -k 10 {budget_s} python3 benchmarks/gpu_day.py {arguments} {minutes}"
+    yield f"# then, here: tar -xzf {ARCHIVE} -C benchmarks/results; python benchmarks/verdict.py"
 
 
 class Day:
@@ -303,7 +382,6 @@ class Day:
         self.machine, self.options = machine, options
         self.folder = results_folder()
         file = f"gpu_day_{file_name(machine.name)}.json"
-        recorded = REPOSITORY / "benchmarks" / "results" / file
         self.stderr = self.folder / "gpu_day_stderr.txt"
         _shorten(self.stderr)
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--device", machine.device]
@@ -313,14 +391,17 @@ class Day:
         self.worker = Worker(command, self.stderr, self.environment)
         self.place = Place(self.folder, self.stderr, self.environment, options.processes, self.say)
         self.session = Session(
-            Records(self.folder / file, recorded),
+            Records(self.folder / file, RESULTS / file),
             self.worker,
             {
                 "device": machine.name,
                 "commit": commit(REPOSITORY)["id"],
                 **{name: metadata.version(name) for name in ("torch", "transformers")},
             },
-            lambda name: options.again is not None and (not options.again or name in options.again),
+            lambda name: (
+                name in _REPEATED_NAMES
+                or (options.again is not None and (not options.again or name in options.again))
+            ),
         )
 
     def say(self, text: str) -> None:
@@ -331,6 +412,26 @@ class Day:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "gpu_day.log").open("a", encoding="utf-8") as log:
             log.write(f"{line}\n")
+
+    def begin(self) -> None:
+        """Say first what is found of the device; if segments cannot grow, do without, in all processes."""
+        if not self._refuses_segments() or self.machine.is_cpu:
+            return
+        self.say("expandable segments are refused: claims about reserved memory are not judged")
+        self.environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
+        self.worker.stop()
+        self.session.forget_origin()
+        self._refuses_segments()
+
+    def _refuses_segments(self) -> bool:
+        """Say what is found; return whether segments cannot grow, or the device fails, perhaps for that."""
+        try:
+            found = self.session.learn_origin()["environment"]["hardware"]
+        except MeasureError as error:
+            self.say(f"{self.machine.name} does not answer: {error}\n{error.told}")
+            return error.status == "failed"
+        self.say(_in_one_line(found))
+        return found.get("expandable_segments") is False
 
     def run(self, number: int, began_s: float) -> bool:
         """Run a stage; return whether nothing failed.
@@ -349,7 +450,12 @@ class Day:
         for tests in stage.tests:
             done += SuiteRun(tests, self.session, self.place, deadline_s).run()
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
-        done += self.session.run(jobs, self.say, deadline_s, SLACK_S)
+        repeated = repeated_jobs(stage, self.machine)
+        reserved_s = sum(job.estimate_s(self.session) for job in repeated)
+        measured = self.session.run(jobs, self.say, deadline_s - reserved_s, SLACK_S)
+        if any(record.status == "measured" for record in measured):
+            measured += self.session.run(repeated, self.say, deadline_s, SLACK_S)
+        done += measured
         _shorten(self.stderr)
         count = Counter(record.status for record in done)
         told = ", ".join(f"{number} {status}" for status, number in count.items()) or "nothing was left to do"
@@ -372,6 +478,17 @@ class Day:
         return not self.options.only or getattr(job.blank(), "method", "") in self.options.only
 
 
+def _in_one_line(hardware: Mapping[str, Any]) -> str:
+    if "link_gb_per_s" not in hardware:
+        return str(hardware["name"])
+    link = ", ".join(f"{name} {rate:.1f}" for name, rate in hardware["link_gb_per_s"].items())
+    pinning, grows = hardware["pinning_s_per_gib"], hardware["expandable_segments"]
+    return (
+        f"{hardware['name']}: {pinning:.2f} s to page-lock a GiB; link in GB/s: {link}; "
+        f"expandable segments: {grows}"
+    )
+
+
 def _shorten(path: Path) -> None:
     """Keep the end of a file that has grown long."""
     if path.is_file() and path.stat().st_size > _MOST_LOG_BYTES:
@@ -391,6 +508,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--stage", nargs="+", type=_numbers, metavar="N", help="numbers, or ranges as 1-4 (default: all)"
+    )
+    parser.add_argument(
+        "--half-hour",
+        type=int,
+        choices=(1, 2),
+        nargs="?",
+        const=0,
+        help="print the commands for a borrowed machine",
+    )
+    parser.add_argument(
+        "--out-folder",
+        metavar="FOLDER",
+        help="with --half-hour: a folder whose contents are fetched after each command, such as '$OUT'",
     )
     parser.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
     parser.add_argument("--device", help="default: the NVIDIA GPU, where there is one; cpu: a dry run, tiny")
@@ -418,6 +548,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # children run in other folders
         if os.environ.get(name):
             os.environ[name] = str(Path(os.environ[name]).resolve())
+    if options.half_hour is not None:
+        for number in (options.half_hour,) if options.half_hour else (1, 2):
+            for line in half_hour(number, options.out_folder):
+                sys.stdout.write(f"{line}\n")
+        return 0
     machine = Machine.found(options.device)
     if options.compile is None:
         options.compile = not machine.is_cpu
@@ -428,6 +563,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     good, began_s = True, time.monotonic() - _IMPORTS_S
     try:
+        day.begin()
         for number in options.stage:
             good = day.run(number, began_s) and good
             began_s = time.monotonic()

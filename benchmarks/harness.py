@@ -46,7 +46,7 @@ from benchmarks.records import (
 )
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, training_answer
-from benchmarks.workloads import Workload, layer_saved_bytes
+from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +147,10 @@ class FrontierJob:
         """Return the estimated seconds of steps, compilations, pinning and planning on this machine."""
         workload, row = self.workload, self.row
         # The step that compares gradients runs slower kernels, and eager runs it twice.
-        steps = workload.warmup_steps + workload.steps + 1.5
+        steps = workload.warmup_steps + workload.steps + (1.0 if self.longest else 1.5)
         if row.budget is not None:
             steps += PLANNING_STEPS
-        seconds = steps * workload.expected_ms / 1e3 * row.relative_time * session.slowness(workload)
+        seconds = steps * self._step_ms(session) / 1e3
         if row.compiles:
             opened = (workload, row.compile_group) in session.compiled
             seconds += COMPILE_AGAIN_S if opened else COMPILE_S
@@ -158,6 +158,12 @@ class FrontierJob:
             seconds += PLANNING_S + PLANNED_COMPILATIONS * PLANNED_COMPILE_S * row.compiles
         saved_gib = workload.layers * layer_saved_bytes(workload) / 2**30
         return seconds + PIN_S_PER_GIB * row.pinned_share * saved_gib
+
+    def _step_ms(self, session: Session) -> float:
+        shorter = None if self.shorter is None else session.find(self.shorter)
+        if self.shorter is not None and shorter is not None and shorter["ms"] is not None:
+            return float(shorter["ms"]) * step_flop(self.workload) / step_flop(self.shorter.workload)
+        return self.workload.expected_ms * self.row.relative_time * session.slowness(self.workload)
 
     def request(self, records: Records) -> Request | str:
         if self.row.compiles and not self.compiling:
@@ -204,24 +210,29 @@ def frontier_jobs(
     return [FrontierJob(workload, row, compiling=compiling) for workload in workloads for row in rows]
 
 
-def longest_jobs(workload: Workload, rows: Sequence[Row], limit_tokens: int) -> list[FrontierJob]:
-    """Return the jobs of a search for the longest sequence: each row at lengths that double.
+def longest_jobs(
+    workload: Workload, rows: Sequence[Row], limit_tokens: int, first_tokens: int | None = None
+) -> list[FrontierJob]:
+    """Return the jobs of a search for the longest sequence: all rows at one length, then at twice that.
 
     Args:
-        workload: the workload at the first length; a single step is timed.
+        workload: the workload; a single step is timed.
         rows: the methods whose longest sequence is searched.
         limit_tokens: the largest length.
+        first_tokens: the first length; ``None``: the workload's.
     """
     jobs: list[FrontierJob] = []
-    for row in rows:
-        shorter, tokens = None, workload.tokens
-        while shorter is None or tokens <= limit_tokens:
-            # ``auto`` needs the first steps to measure windows for the next ones.
-            at_length = replace(workload, tokens=tokens, warmup_steps=3, steps=1)
-            growth = tokens / workload.tokens
-            at_length = replace(at_length, expected_ms=workload.expected_ms * growth * (1 + growth) / 2)
-            jobs.append(shorter := FrontierJob(at_length, row, shorter, longest=True))
-            tokens *= 2
+    shorter: dict[str, FrontierJob] = {}
+    tokens = first_tokens or workload.tokens
+    while not jobs or tokens <= limit_tokens:
+        # ``auto`` needs three steps to measure windows for the next ones, which would take minutes here.
+        at_length = replace(workload, tokens=tokens, warmup_steps=3 if tokens <= 2**16 else 1, steps=1)
+        expected_ms = workload.expected_ms * step_flop(at_length) / step_flop(workload)
+        at_length = replace(at_length, expected_ms=expected_ms)
+        for row in rows:
+            shorter[row.name] = FrontierJob(at_length, row, shorter.get(row.name), longest=True)
+            jobs.append(shorter[row.name])
+        tokens *= 2
     return jobs
 
 
@@ -313,13 +324,32 @@ class Session:
 
     def record(self, record: Record) -> None:
         """Add a record, with the device, versions and run that measured it."""
-        for name, value in (*self._origin.items(), ("run", self.run_name)):
+        now = f"{datetime.now():%Y-%m-%dT%H:%M:%S}"
+        for name, value in (*self._origin.items(), ("run", self.run_name), ("measured_at", now)):
             setattr(record, name, value)
         if isinstance(record, Result):
             blank = asdict(record) | {"method": EAGER.name}
             eager = self.records.find(key_of(blank)) if record.method != EAGER.name else asdict(record)
             fill_ratios(record, None if eager is None else Result(**eager))
         self.records.put(record)
+
+    def learn_origin(self) -> Line:
+        """Return the fields that are the same in every record; the first time, what measures is asked.
+
+        Raises:
+            MeasureError: it gave no answer, or failed.
+        """
+        if not self._origin_is_whole:
+            answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
+            if answer.get("status") == "failed":
+                raise MeasureError("failed", answer["reason"], answer["traceback"])
+            self._origin |= answer | {"device": self.device}
+            self._origin_is_whole = True
+        return self._origin
+
+    def forget_origin(self) -> None:
+        """Let `learn_origin` ask again, after a setting of the device has changed."""
+        self._origin_is_whole = False
 
     def _measured(self, job: Job, left_s: float | None, slack_s: float) -> Record:
         record, estimate_s = job.blank(), job.estimate_s(self)
@@ -335,9 +365,7 @@ class Session:
         limit_s = own_s if left_s is None else min(own_s, left_s + slack_s)
         started = self.clock()
         try:
-            if not self._origin_is_whole:
-                self._origin |= self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN) | {"device": self.device}
-                self._origin_is_whole = True
+            self.learn_origin()
             answer = self._ask(request, limit_s)
             record = type(record)(**_known_fields(record, answer))
         except MeasureError as error:

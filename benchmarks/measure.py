@@ -25,7 +25,7 @@ from benchmarks.exactness import Fingerprint, deterministic, differing, fingerpr
 from benchmarks.meters import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
 from benchmarks.methods import Planned
 from benchmarks.records import Result
-from benchmarks.rows import EAGER, ROWS, Row
+from benchmarks.rows import EAGER, REPEATED, ROWS, Row
 from benchmarks.workloads import TrainingStep, Workload, timed_step_ms, training_step
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
@@ -85,7 +85,7 @@ class Bench:
 
     def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
         self.device = device
-        self._rows = {row.name: row for row in (EAGER, *rows)}
+        self._rows = {row.name: row for row in (EAGER, *REPEATED, *rows)}
         self._step: TrainingStep | None = None
         self._reference: Reference | None = None
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_actswap
 from benchmarks.meters import give_back_cached_memory
@@ -237,6 +238,12 @@ def save_on_cpu(step: TrainingStep, _options: object) -> Iterator[None]:
     device_type = step.device.type
     hooks = torch.autograd.graph.save_on_cpu
     yield from _with_context(step, lambda: hooks(pin_memory=device_type != "cpu", device_type=device_type))
+
+
+@contextmanager
+def flash_attention(step: TrainingStep, _options: object) -> Iterator[None]:
+    """Run every step with flash attention, as those that compare gradients do, and not with the default."""
+    yield from _with_context(step, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
 
 
 def trl_module() -> ModuleType:

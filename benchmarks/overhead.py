@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -44,7 +43,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.records import commit, hardware, versions
+from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
 from hf_actswap.engine import AppliedPlan, Resources, Transfer, install
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import Copy
@@ -207,8 +206,6 @@ def saved_tensors(model: nn.Module) -> int:
     return count
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 WARMUP_ROUNDS = 5
 
 
@@ -465,8 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row.device, row.commit, row.environment = device.type, commit(REPOSITORY)["id"], origin
     sys.stdout.write(table(rows) + "\n")
     path = options.out or RESULTS / f"overhead_{device.type}_{datetime.now():%Y%m%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_json(path, [asdict(row) for row in rows])
     return 0
 
 

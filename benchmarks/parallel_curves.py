@@ -34,10 +34,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.pictures import draw_curves
-from benchmarks.records import commit, hardware, versions
+from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 RECIPE = REPOSITORY / "recipes" / "llama_swap.py"
 CONFIG = REPOSITORY / "recipes" / "sequence_parallel.yaml"
 
@@ -244,8 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sizes": sizes,
         "curves": [asdict(curve) for curve in curves],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(path, document)
     draw_curves(document["curves"], path.with_suffix(".png"))
     sys.stdout.write(table(curves) + "\n")
     return 0

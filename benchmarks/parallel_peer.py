@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -54,7 +53,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from benchmarks.records import commit, hardware, versions
+from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
@@ -448,8 +447,6 @@ def run_on_rank(
         dist.destroy_process_group()
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 """The largest relative difference of loss and gradient norm, by dtype."""
 MIB = 2**20
@@ -551,8 +548,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     path = options.out or RESULTS / f"parallel_peer_cpu_{datetime.now():%Y%m%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(path, document)
     sys.stdout.write(f"{table(rows)}\n\n{kinds_table(rows)}\n")
     sys.stdout.write("".join(f"failed: {text}\n" for text in wrong) or "both claims hold\n")
     return 1 if wrong else 0

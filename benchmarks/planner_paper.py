@@ -12,7 +12,6 @@ hand-written configurations, as the simulator predicts them, and of earlier meas
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
 from benchmarks.frontier import print_table
-from benchmarks.records import Result, commit, versions
+from benchmarks.records import REPOSITORY, RESULTS, Result, commit, versions, write_json
 from benchmarks.rows import ELEMENTWISE, MIXED, eager_mix, swap_everything
 from benchmarks.workloads import PRESETS, Workload, llama_config
 from hf_actswap import model_structure, resolve_plan
@@ -40,8 +39,6 @@ from hf_actswap.planner.record.shapes import profile_from_shapes
 from hf_actswap.planner.search.find_plan import find_plan, least_peak_bytes
 
 GIB = 2**30
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT = ("7b-8k", "7b-32k")
 SHARES = (0.075, 0.2, 0.35, 0.5, 0.65, 0.8)
 """Budgets as fractions of eager's activation peak; the peak of checkpointing is another budget."""
@@ -208,9 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_table(PRESETS[name], found)
         results += found
     path = arguments.out or RESULTS / f"plans_on_paper_{datetime.now():%Y%m%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(result) for result in results]
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(path, rows)
     try:
         from benchmarks.pictures import draw  # here, because matplotlib is an extra
     except ImportError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,15 +15,20 @@ from typing import Any, Literal
 import accelerate
 import torch
 import transformers
+from rich.console import Console
 
 from hf_actswap.engine.link import Link, measure_link
+from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
 RESULTS_VARIABLE = "HF_ACTSWAP_RESULTS"
 COMMIT_VARIABLE = "HF_ACTSWAP_COMMIT"
 _RATE = "_bytes_per_ms"
 _GB_PER_S_IN_BYTES_PER_MS = 1e6
+_PINNED_BYTES = 2**28
+_WIDTH_WITHOUT_TERMINAL = 150
 
 Status = Literal["measured", "passed", "skipped", "left out", "out of memory", "timed out", "failed"]
 """``skipped``: it cannot be measured on this machine; ``left out``: there was no time."""
@@ -43,6 +49,7 @@ class Record:
         traceback: traceback of a failure; for a process that hung or died, the end of its output.
         wall_s: seconds that the row took, with everything that is not timed.
         run: start time of the command that measured it. Two rows of one run share machine and driver.
+        measured_at: time at which it was recorded, in ISO format.
         device, torch, transformers, commit: the device's name, and versions of the code.
         environment: hardware, link, allocator settings, versions.
     """
@@ -54,6 +61,7 @@ class Record:
     traceback: str = ""
     wall_s: float | None = None
     run: str = ""
+    measured_at: str = ""
     device: str = ""
     torch: str = ""
     transformers: str = ""
@@ -193,14 +201,16 @@ class Records:
 
     Args:
         path: path of the file; its lines are read at the beginning. ``None``: nothing is written.
-        known: another file, whose lines are read if ``path`` does not exist yet.
+        known: another file, perhaps of another machine, whose lines are read before those of ``path``.
     """
 
     def __init__(self, path: Path | None = None, known: Path | None = None) -> None:
         self.path = path
-        source = next((one for one in (path, known) if one is not None and one.is_file()), None)
-        lines = [] if source is None else json.loads(source.read_text(encoding="utf-8"))
-        self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
+        self._lines: dict[Key, Line] = {}
+        for source in (known, path):
+            if source is not None and source.is_file():
+                for line in json.loads(source.read_text(encoding="utf-8")):
+                    self._keep(line)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(list(self._lines.values()))
@@ -214,12 +224,18 @@ class Records:
 
         A line with the status ``left out`` does not replace another one.
         """
-        line = asdict(record)
-        key = key_of(line)
-        if record.status != "left out" or key not in self._lines:
-            self._lines[key] = line
+        self._keep(asdict(record))
         if self.path is not None:
-            write_text(self.path, json.dumps(list(self._lines.values()), indent=1) + "\n")
+            write_json(self.path, list(self._lines.values()))
+
+    def _keep(self, line: Line) -> None:
+        if line.get("status") != "left out" or key_of(line) not in self._lines:
+            self._lines[key_of(line)] = line
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a document as `write_text` does."""
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -233,7 +249,13 @@ def write_text(path: Path, text: str) -> None:
 def results_folder() -> Path:
     """Return the folder for results: the one that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here."""
     named = os.environ.get(RESULTS_VARIABLE)
-    return Path(named) if named else REPOSITORY / "benchmarks" / "results"
+    return Path(named) if named else RESULTS
+
+
+def console_of(console: Console | None) -> Console:
+    """Return a console, by default the standard output, wide enough for tables if it is no terminal."""
+    console = console or Console()
+    return console if console.is_terminal else Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def by_workload(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
@@ -279,10 +301,12 @@ def versions() -> dict[str, str]:
 def commit(repository: Path) -> dict[str, Any]:
     """Return the commit of the checkout and whether tracked files differ from it.
 
-    Without git the commit is that of ``HF_ACTSWAP_COMMIT``, or ``None``.
+    Without ``.git`` the commit is that of ``HF_ACTSWAP_COMMIT``, or ``None``.
     """
-    head = _git(repository, "rev-parse", "HEAD")
-    changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
+    head = changes = None
+    if (repository / ".git").exists():  # a copy without it may lie in somebody else's checkout
+        head = _git(repository, "rev-parse", "HEAD")
+        changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
     told = os.environ.get(COMMIT_VARIABLE) or None
     return {"id": head or told, "dirty": bool(changes) if changes is not None else None}
 
@@ -298,7 +322,11 @@ def _git(repository: Path, *arguments: str) -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Return the device's name and memory and, on an accelerator, its link as measured now."""
+    """Return the device's name and memory and, on an accelerator, what is measured of it now.
+
+    That is its link, the time in which host memory is page-locked, and whether its driver lets the
+    allocator's segments grow (virtual memory management, which some virtual machines refuse).
+    """
     if device.type == "cpu":
         return {
             "device": "cpu",
@@ -315,7 +343,28 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "free_bytes": free_bytes,
         "host_name_of_processor": _processor(),
         "link_gb_per_s": link_gb_per_s(measure_link(device)),
+        "pinning_s_per_gib": _pinning_s_per_gib(device),
+        "expandable_segments": _has_expandable_segments(device),
     }
+
+
+def _pinning_s_per_gib(device: torch.device) -> float:
+    slabs = PinnedSlabs(device)
+    started = time.perf_counter()
+    slab = slabs.allocate(_PINNED_BYTES)
+    seconds = time.perf_counter() - started
+    slabs.free(slab)
+    return seconds * 2**30 / _PINNED_BYTES
+
+
+def _has_expandable_segments(device: torch.device) -> bool | None:
+    """Return whether segments of the allocator can grow; ``None``: this device's allocator does not say."""
+    if device.type != "cuda":
+        return None
+    probe = torch.empty(2**21, device=device)
+    segments = torch.cuda.memory_snapshot()
+    del probe
+    return any(segment.get("is_expandable", False) for segment in segments)
 
 
 def available_host_bytes() -> int:

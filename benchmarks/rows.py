@@ -19,6 +19,7 @@ from benchmarks.methods import (
     actswap,
     actswap_plan,
     compiled,
+    flash_attention,
     hf_checkpointing,
     liger_checkpointing,
     no_compiler,
@@ -208,7 +209,17 @@ class Row:
 EAGER = Row("eager", nothing)
 """The row with which all times, memory and gradients are compared; it is always measured, and first."""
 
+FLASH = "eager-flash"
+"""Eager under the attention of the steps that compare gradients; on Hopper timed steps use cuDNN's."""
+AGAIN = "-again"
+REPEATED: tuple[Row, ...] = (
+    Row(f"{EAGER.name}{AGAIN}", nothing),
+    Row(f"hf-checkpointing{AGAIN}", hf_checkpointing, relative_time=1.3),
+)
+"""Rows measured once more at the end of a stage, because clocks drift; not in `ROWS`."""
+
 _PEERS = (
+    Row(FLASH, flash_attention),
     Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
     Row(
         "hf-checkpointing-offload",

@@ -144,6 +144,7 @@ class Training(Record):
         peak_bytes: the most that the allocator held in any step, except in warm-up, where the planner itself
             reads and resets the counter.
         stable_peak_bytes: the same in stable steps only.
+        evicted_bytes: bytes that were moved to the host because memory ran out.
         error: the error that ended it; empty: none did.
         settings: the `Sizes`.
     """
@@ -156,6 +157,7 @@ class Training(Record):
     phases: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     stable_peak_bytes: int = 0
+    evicted_bytes: int = 0
     error: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -248,13 +250,9 @@ def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
     sizes = Sizes(**request["sizes"])
     cases = (*OUT_OF_MEMORY_CASES, *STATES_CASES)
     case = next(one for one in cases if (one.kind, one.method) == (request["kind"], request["method"]))
-    try:
-        if case.kind == OUT_OF_MEMORY:
-            return asdict(train(case, sizes, request["needed_bytes"], device))
-        return asdict(measure_states(case, sizes, device))
-    finally:
-        gc.collect()
-        give_back_cached_memory(device)
+    if case.kind == OUT_OF_MEMORY:
+        return asdict(train(case, sizes, request["needed_bytes"], device))
+    return asdict(measure_states(case, sizes, device))
 
 
 class _Counted(CountingMeter):
@@ -307,12 +305,19 @@ def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.devi
         limit_bytes = int(case.share * needed_bytes)
     known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
     done = Training(case.method, case.share, limit_bytes, **known)
+    _clean(device)
     with deterministic(fill=False), _limited(device, limit_bytes) as counted:
         try:
             _train(done, case, sizes, device, counted)
         except (BudgetError, torch.OutOfMemoryError) as error:
             done.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return done
+
+
+def _clean(device: torch.device) -> None:
+    """Free what earlier trainings left: memory that is cached already is given out beyond any limit."""
+    gc.collect()
+    give_back_cached_memory(device)
 
 
 def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, counted: _Counted | None) -> None:
@@ -326,6 +331,7 @@ def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, count
             _step(done, sizes.ids(number, device), model, optimizer, planner, counted)
     finally:
         if planner is not None:
+            done.evicted_bytes = planner.evicted_bytes
             planner.remove()
 
 
@@ -504,6 +510,7 @@ class Subject:
 
 def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
     """Train under one case of the optimizer's states."""
+    _clean(device)
     known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
     subject, row = Subject(case, sizes, device), StatesRow(case.method, **known)
     before = None

@@ -131,6 +131,18 @@ def layer_weight_bytes(workload: Workload) -> int:
     return (attention + 3 * workload.hidden * workload.intermediate) * workload.torch_dtype.itemsize
 
 
+def step_flop(workload: Workload) -> int:
+    """Return the FLOP of a step, forward and backward.
+
+    Matrix products take two for each weight and token in forward and twice that in backward. Attention takes
+    two products over the pairs of tokens in forward and five in backward; each token sees those before it.
+    """
+    weights = workload.layers * layer_weight_bytes(workload) // workload.torch_dtype.itemsize
+    weights += workload.vocab * workload.hidden if workload.head else 0
+    pairs = workload.tokens**2 // 2
+    return 6 * weights * workload.tokens + 14 * workload.layers * workload.hidden * pairs
+
+
 def layer_bytes(workload: Workload) -> int:
     """Return the bytes that one layer needs if nothing is dropped: weights, gradients, saved tensors."""
     return 2 * layer_weight_bytes(workload) + layer_saved_bytes(workload)

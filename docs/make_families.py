@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().with_name("families.md")
-COLUMNS = ("swap", "recompute", "tp2", "tp2 sp", "tp4", "tp4 sp")
+COLUMNS = ("swap", "recompute", "stream", "tp2", "tp2 sp", "tp4", "tp4 sp")
 _DIVIDED = "tp2"
 """The column whose finding says how much of the layers is divided."""
 
@@ -22,14 +22,16 @@ Findings = Mapping[str, Mapping[str, tuple[str, str]]]
 _HEAD = """\
 # Families of transformers
 
-This page says for which model families swap, recompute and tensor parallelism give right results. Look for
-the `model_type` in your model's `config.json`. The page is written by `docs/make_families.py` and checked by
-`tests/parallel/test_families.py`; transformers {version}. The test takes a tiny model of each family of
-causal language models in transformers (random weights, float32, just enough layers to have one of each kind)
-and runs one training step on two sequences, one of them with padding:
+This page says for which model families swap, recompute, streams and tensor parallelism give right results.
+Look for the `model_type` in your model's `config.json`. The page is written by `docs/make_families.py` and
+checked by `tests/parallel/test_families.py`; transformers {version}. The test takes a tiny model of each
+family of causal language models in transformers (random weights, float32, just enough layers to have one of
+each kind) and runs one training step on two sequences, one of them with padding:
 
 - **swap**, **recompute**: one process; whole layers are swapped, or recomputed. *Right*: the loss and each
   gradient are bitwise those without a plan.
+- **stream**: one process, 17 tokens in chunks of 5 (`stream_config`), without padding and balancing losses.
+  *Right*: the loss is within 1e-5 and each gradient within 1e-4 of the whole sequence's (relative, in norm).
 - **tp2**, **tp4**: `tensor_parallel_size` 2 and 4 (4 query heads, mostly 2 key-value heads); **sp**:
   `sequence_parallel_enabled`, on {length} tokens, a number that the ranks do not divide. *Right*:
   the loss is within 1e-5, and each gradient within 1e-4 of its largest element (or of a thousandth of the

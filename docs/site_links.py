@@ -68,6 +68,7 @@ def package_readme() -> str:
 def on_config(config: Any) -> None:
     """Tell the theme where the repository is."""
     config.repo_url = repository_url()
+    config.repo_name = "Repository"  # mkdocs names it by the address, but only if that is in its own file
 
 
 def on_files(files: Any, config: Any) -> None:

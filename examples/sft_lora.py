@@ -18,9 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from hf_actswap import ActSwapCallback
+from hf_actswap import with_actswap
 
 CONFIG = {
+    "log": "full",  # all statistics in the Trainer's log
     "swap_config": {
         "swap": True,
         "op_swap": [{"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1, 2]}],
@@ -58,8 +59,9 @@ def main() -> None:
         )
     )
     data = Dataset.from_list([{"prompt": ask, "completion": f" {say}"} for ask, say in QUESTIONS.items()] * 8)
-    args = SFTConfig(
+    args = with_actswap(SFTConfig)(
         output_dir=tempfile.mkdtemp(),
+        actswap=CONFIG,
         max_steps=10,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
@@ -70,14 +72,13 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
     )
-    # For `tensor_parallel_size` above 1: `class Trainer(ActSwapTrainerMixin, SFTTrainer)`, with the callback.
+    # For `tensor_parallel_size` above 1: `class Trainer(ActSwapTrainerMixin, SFTTrainer)`.
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=data,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"),
-        callbacks=[ActSwapCallback(CONFIG)],
     )
     trainer.model.print_trainable_parameters()
     trainer.train()

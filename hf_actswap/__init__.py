@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         prepare,
         stage_from_config,
         stage_from_pretrained,
+        with_actswap,
     )
     from .integrations.trainer import ActSwapTrainer
     from .plan import MemoryPlan, load_plan, model_structure, resolve_plan
@@ -61,6 +62,7 @@ __all__ = [
     "resolve_plan",
     "stage_from_config",
     "stage_from_pretrained",
+    "with_actswap",
 ]
 
 _MODULES = {
@@ -83,6 +85,7 @@ _MODULES = {
     "resolve_plan": "plan",
     "stage_from_config": "integrations",
     "stage_from_pretrained": "integrations",
+    "with_actswap": "integrations",
 }
 """The module that defines each public name."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from .config import ActSwapConfig
 from .engine import AppliedPlan, Resources, Transfer, install
+from .engine.hook_wrappers import Hook
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
@@ -32,10 +33,15 @@ from .plan import (
 )
 from .plan.actions import Tile
 from .plan.checkpointing_rules import problems_of_checkpointing
+from .plan.dry_run import is_dry
+from .plan.fingerprint import NOT_COMPARED
+from .plan.gradient_checkpointing import without_checkpointing
+from .plan.key_value_cache import without_cache
 from .plan.model_structure import unwrapped
 from .plan.tile_ladder import tile_ladder
 from .planner import Meter, PlannedTraining, Planner, start_planner
-from .report import PinningBar, PlannerBar
+from .planner.record.recorder import batch_shape
+from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
 logger = logging.getLogger(__name__)
@@ -54,13 +60,15 @@ def apply(
     """Put a configuration or a plan on a model.
 
     Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
-    after ``AppliedPlan.remove()`` it is as before. While a plan is on, ``model.config.use_cache`` is false:
+    after ``AppliedPlan.remove()`` it is as before. Rank 0 logs in a few lines what the plan does, and in
+    one line at ``remove()`` what it saved. While a plan is on, ``model.config.use_cache`` is false:
     a key-value cache would hold what swap releases, and be written twice by recomputation. If a rule changes
-    a request of a configuration, a warning is logged; for a plan nothing is logged.
+    a request of a configuration, a warning is logged.
 
     If the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the
     model trains, and a `Planner` is returned: it has the same ``plan``, ``stats()`` and ``remove()``, and
-    changes the plan between steps. The model must then be on its device before this call. With
+    changes the plan between steps. The model must then be on its device before this call. Under ``adaptive``
+    gradient checkpointing is switched off until ``remove()``, because it decides what is recomputed. With
     ``stream_config`` an `AppliedPlan` is returned instead; with ``adaptive`` the first training call chooses
     how many layers of a chunk are kept.
 
@@ -80,27 +88,76 @@ def apply(
         PlanError: the configuration or plan does not fit the model, or requests something that this version
             does not support.
     """
-    shape = model_structure(model)
     try:
         requested = load_config_or_plan(config_or_plan)
     except ConfigError as error:
-        raise with_problems_of_model(error, shape) from None
-    if isinstance(requested, MemoryPlan):
-        return apply_plan(model, requested, shape, Resources(transfer, progress))
+        raise with_problems_of_model(error, model_structure(model)) from None
+    resources = Resources(transfer, progress)
+    with _console_on_rank_0(), ExitStack() as undo:
+        if isinstance(requested, MemoryPlan):
+            say_what_is_not_compared(config_or_plan, requested)
+            applied: AppliedPlan | Planner = apply_plan(model, requested, model_structure(model), resources)
+        else:
+            if requested.memory.mode == "adaptive":
+                undo.callback(without_checkpointing(model))
+            applied = _apply_config(model, requested, resources, optimizer, meter)
+        applied.on_remove(undo.pop_all().close)
+    if _is_rank_0():
+        _say(applied)
+    return applied
+
+
+def _console_on_rank_0() -> AbstractContextManager[None]:
+    return console_logging(logging.getLogger("hf_actswap")) if _is_rank_0() else nullcontext()
+
+
+def _say(applied: AppliedPlan | Planner) -> None:
+    """Log what is on the model, and what it saved when it is removed, as under the Trainer."""
+    if isinstance(applied, Planner):
+        applied.logging_context = _console_on_rank_0
+    elif not applied.plan.rows and not applied.plan.tiles and applied.plan.streamed is None:
+        return
+    with _console_on_rank_0():
+        searches = isinstance(applied, Planner) and applied.phase != "stable"
+        said = replace(applied.plan, adjustments=())  # each of them was logged as a warning
+        for line in () if searches else plan_summary(said, applied.structure):
+            logger.info("%s", line)
+
+    def at_the_end() -> None:
+        with _console_on_rank_0():
+            logger.info("%s", saving_of(applied).in_words())
+
+    applied.on_remove(at_the_end)
+
+
+def _apply_config(
+    model: nn.Module,
+    requested: ActSwapConfig,
+    resources: Resources,
+    optimizer: torch.optim.Optimizer | None,
+    meter: Meter | None,
+) -> AppliedPlan | Planner:
+    shape = model_structure(model)
     plan = resolve_plan(requested, shape)
     for warning in plan.warnings:
         logger.log(logging.WARNING if requested.log == "reference" else logging.DEBUG, "%s", warning)
     for changed in plan.adjustments:
         logger.warning("%s", changed)
     if requested.memory.mode == "off":
-        return apply_plan(model, plan, shape, Resources(transfer, progress))
+        return apply_plan(model, plan, shape, resources)
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
     if plan.streamed is not None:
         budget = ChunkBudget(requested.memory, optimizer, meter)
-        return apply_plan(model, plan, shape, Resources(transfer, progress), budget)
+        return apply_plan(model, plan, shape, resources, budget)
     training = PlannedTraining(model, shape, plan, requested.memory, optimizer)
-    return plan_while_training(training, Resources(transfer, progress), meter=meter, written=requested)
+    return plan_while_training(training, resources, meter=meter, written=requested)
+
+
+def say_what_is_not_compared(source: ConfigOrPlan, plan: MemoryPlan) -> None:
+    """Log that the plan of a file or document ``source`` has no fingerprint, if that is so."""
+    if plan.fingerprint is None and not isinstance(source, MemoryPlan):
+        logger.info("%s.", NOT_COMPARED[0].upper() + NOT_COMPARED[1:])
 
 
 _NO_OPTIMIZER = Problem(
@@ -192,7 +249,9 @@ def apply_plan(
     applied = install(model, plan, shape, given)
     restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or given.pack_handler is not None:
-        restores += _without_cache(unwrapped(model))
+        restores += _without_cache(unwrapped(model), given.pack_handler is None)
+    if plan.fingerprint is not None and plan.fingerprint.batch_shape and not shape.compiled:
+        restores.append(_comparing_batches(unwrapped(model), plan.fingerprint.batch_shape))
     if plan.streamed is not None:
         root = unwrapped(model)
         choose = None if chunk_budget is None else KeptLayers(root, applied, chunk_budget).choose
@@ -230,8 +289,29 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Mo
         problems += problems_of_model(root, shape)
     else:
         problems += problems_of_checkpointing(shape.layer_modules(root), plan, shape.compiled)
+    if plan.fingerprint is not None:
+        problems += plan.fingerprint.problems_of(root)
     if problems:
         raise PlanError(problems)
+
+
+def _comparing_batches(root: nn.Module, expected: tuple[int, ...]) -> Callable[[], None]:
+    """Let the first training forward log if its batch has another shape than the plan was made for."""
+
+    def compare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_dry(args, kwargs) or not torch.is_grad_enabled():
+            return
+        found = batch_shape(args, kwargs)
+        handle.remove()
+        if found and found != expected:
+            logger.info(
+                "The plan was made for micro-batches of %s tokens, and this one has %s: what was measured or "
+                "predicted for the plan does not hold here.",
+                *(" x ".join(map(str, shape)) for shape in (expected, found)),
+            )
+
+    handle = root.register_forward_pre_hook(Hook(compare), with_kwargs=True)
+    return handle.remove
 
 
 def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> list[Callable[[], None]]:
@@ -246,18 +326,11 @@ def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) ->
     ]
 
 
-def _without_cache(root: nn.Module) -> list[Callable[[], None]]:
-    """Switch the key-value cache off in the model's configuration; return functions that undo it.
-
-    Parts of a model may have configurations of their own (T5's decoder has a copy).
-    """
-    found: list[Any] = [getattr(module, "config", None) for module in root.modules()]
-    known = {id(config): config for config in found}
-    text = [config.get_text_config() for config in known.values() if hasattr(config, "get_text_config")]
-    known |= {id(config): config for config in text}
-    caching = [config for config in known.values() if getattr(config, "use_cache", False)]
-    if caching:
-        logger.info("use_cache is off while the plan is on: a cache would hold the tensors that it releases.")
-    for item in caching:
-        item.use_cache = False
-    return [functools.partial(setattr, item, "use_cache", True) for item in caching]
+def _without_cache(root: nn.Module, says: bool) -> list[Callable[[], None]]:
+    undo = without_cache(root)
+    if undo and says:  # a planner puts one plan on after another
+        logger.info(
+            "use_cache is off while the plan is on: a cache would hold the tensors that it releases. Results "
+            "are bitwise those with use_cache=False; with a cache some models (T5, GPT-J) round otherwise."
+        )
+    return undo

@@ -43,7 +43,7 @@ from transformers import (
 from hf_actswap import ActSwapConfig, ActSwapTrainer, stage_from_config, stage_from_pretrained
 from hf_actswap.errors import ActSwapError
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
-from hf_actswap.parallel.collectives import LostRankError
+from hf_actswap.parallel.lost_ranks import LostRankError
 from hf_actswap.parallel.rank_agreement import failing_together, shared_store
 from hf_actswap.plan import load_config_or_plan
 
@@ -236,6 +236,8 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         )
         model = build_model(model_args, tokenizer, data_args.block_size, args.actswap, args.seed)
     logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
+    if isinstance(args.actswap, dict):  # for those who compare with MindFormers' files of log lines
+        args.actswap.setdefault("log", "full")
     trainer_class = Trainer if args.actswap is None else ActSwapTrainer
     trainer = trainer_class(
         model=model,

@@ -11,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import benchmarks  # noqa: F401  (settings of PyTorch on an accelerator, ahead of its import)
+from hf_actswap.rehearsal.launch import SETTINGS
+from tests.piece_limits import pieces_asked_for as pieces_asked_for
+from tests.piece_limits import small_pieces as small_pieces
 from tests.quick_cases import mark_slow_combinations
 
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
@@ -29,10 +32,17 @@ settings.load_profile("untimed")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--piece-bytes", type=int, help="longest piece of host memory (tests.piece_limits)")
+
+
 @pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the quick cases, and skip the tests marked ``gpu`` where there is no accelerator."""
     mark_slow_combinations(items)
+    for item in items:
+        if item.get_closest_marker("rehearsal") and SETTINGS not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="needs the rehearsal's device: make rehearse"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

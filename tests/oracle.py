@@ -12,6 +12,7 @@ and its commit says why.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -193,6 +194,8 @@ def _calls_of_step(model: nn.Module) -> list[int]:
         if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
             counts[part] += 1
 
+    gc.collect()
+    gc.disable()  # what dies of earlier steps would be counted, or not, as it happens
     sys.setprofile(count)
     try:
         loss = model(input_ids=batch(3), labels=batch(3)).loss
@@ -200,6 +203,7 @@ def _calls_of_step(model: nn.Module) -> list[int]:
         loss.backward()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts
 
 

@@ -25,6 +25,7 @@ PUBLIC_NAMES = {
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),
     *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare", "stage_from_config", "stage_from_pretrained"),
+    "with_actswap",
     *("adapt_mem_func_wrapper", "op_hook"),
 }
 
@@ -36,8 +37,9 @@ LAYERS = (  # lowest first; a unit imports from lower layers and from itself
     {"planner", "pipeline"},
     {"stream"},
     {"report"},
-    {"apply"},
-    {"integrations", "cli"},
+    {"apply", "rehearsal"},
+    {"integrations"},
+    {"cli"},
     {"__init__"},
 )
 HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft"}
@@ -52,6 +54,7 @@ FORBIDDEN = {
     "stream": {"yaml", *(HUGGING_FACE - {"transformers"}), "transformers.Trainer", "transformers.trainer"},
     "pipeline": {"yaml", *HUGGING_FACE},
     "apply": set(HUGGING_FACE),
+    "rehearsal": {"torch", "yaml", *HUGGING_FACE},
     "report": {"accelerate", "datasets", "transformers.Trainer", "transformers.trainer"},
     "cli": {"accelerate", "datasets", "transformers.Trainer", "transformers.trainer"},
 }
@@ -144,6 +147,17 @@ def test_imports_go_down_only() -> None:
     units = frozenset(map(unit_of_path, sources()))
     ours = [found for found in all_imports() if found.is_under(PACKAGE)]
     assert [str(found) for found in ours if climbs(found, units)] == []
+
+
+def test_the_rehearsal_stands_alone() -> None:
+    """A training that does not ask for a rehearsal loads none of it, and it loads none of the engine."""
+    package = f"{PACKAGE}.rehearsal"
+    known = {f"{PACKAGE}.{name}" for name in ("config", "errors", "planner.record.devices", "rehearsal")}
+    ours = [found for found in all_imports() if found.unit == "rehearsal" and found.is_under(PACKAGE)]
+    assert ours
+    assert [str(found) for found in ours if not any(found.is_under(name) for name in known)] == []
+    users = [found for found in all_imports() if found.is_under(package) and found.unit != "rehearsal"]
+    assert [str(found) for found in users if found.unit != "cli"] == []
 
 
 def test_layers_do_not_know_libraries_above_them() -> None:
@@ -244,7 +258,7 @@ def audit(event, arguments):
 before = state()
 sys.addaudithook(audit)
 import hf_actswap
-heavy = ("datasets", "transformers.trainer")
+heavy = ("datasets", "transformers.trainer", "hf_actswap.rehearsal")
 for name in hf_actswap.__all__:  # they are imported when they are asked for
     if name != "ActSwapTrainer":  # transformers' own Trainer has effects when it is imported
         getattr(hf_actswap, name)
@@ -285,5 +299,5 @@ def test_public_names(import_probe: dict[str, list[str]]) -> None:
     assert import_probe["missing"] == []
 
 
-def test_import_loads_neither_trainer_nor_datasets(import_probe: dict[str, list[str]]) -> None:
+def test_import_loads_no_trainer_no_datasets_no_rehearsal(import_probe: dict[str, list[str]]) -> None:
     assert import_probe["heavy"] == []

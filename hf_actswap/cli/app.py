@@ -24,16 +24,19 @@ class CommandPlace:
     Args:
         name: name of the command, the function and the module.
         summary: text of the command in ``hf-actswap --help``; the first line of the function's docstring.
+        passes_on: whether all words after the first argument are passed on, also those that begin with ``-``.
     """
 
     name: str
     summary: str
+    passes_on: bool = False
 
     def load(self) -> Any:
         """Import the command's function and return it as a click command."""
         function = getattr(import_module(f".{self.name}", __package__), self.name)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(self.name)(function)
+        settings = {"allow_interspersed_args": False} if self.passes_on else {}
+        alone.command(self.name, context_settings=settings)(function)
         return typer.main.get_command(alone)
 
 
@@ -89,7 +92,16 @@ class Commands(LateCommands):
             "Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured.",
         ),
         CommandPlace(
+            "run",
+            "Run a training script that you do not own with a plan: its Trainers get what HF_ACTSWAP says.",
+            passes_on=True,
+        ),
+        CommandPlace(
             "env", "Show versions, devices, host memory and, if asked, the speed of the link between them."
+        ),
+        CommandPlace(
+            "rehearse",
+            "Run a training script without its GPU: whether it fits, what memory holds, what to change.",
         ),
         CommandPlace(
             "push",

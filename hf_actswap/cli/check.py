@@ -19,10 +19,11 @@ from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
 from .output import answer, heading, listed, problems_document, shown_problems
-from .plan_answer import fate_table, step_table
-from .plan_request import ModelRequest
-from .planned import PLANNED, comparison_steps, costly_fates_note, planned
-from .step import StepShape, device_name, prediction_document, profile_of
+from .plan import Adapters, Quantize, Shard
+from .plan_answer import autocast_of, fate_table, step_table
+from .plan_request import ModelRequest, reject_quantize
+from .planned import PLANNED, comparison_steps, costly_fates_note, memory_in_force, planned
+from .step import StepShape, device_name, prediction_document, profile_of, ranks_of_a_machine
 from .subject import AnalysedModel, ModelError, subject, with_tp
 
 
@@ -118,8 +119,11 @@ def check(
     batch: options.Batch = 1,
     device: options.Device = None,
     dtype: options.Dtype = None,
-    autocast: options.Autocast = None,
+    autocast: options.TrlAutocast = None,
     optimizer: options.Optimizer = "adamw",
+    shard: Shard = None,
+    lora: Adapters = None,
+    quantize: Quantize = None,
     tp: options.Tp = None,
     strict: Annotated[
         bool,
@@ -129,10 +133,15 @@ def check(
 ) -> None:
     """List every error of a configuration for a model, and every request that is changed or ignored."""
 
+    asked = ModelRequest(model, dtype, lora, quantize)
+    reject_quantize(asked, tp)
+
     def ask() -> Checked:
         found = Checked(config, strict)
         if seq is not None:
-            found.step = StepShape(batch, seq, device_name(device), autocast, optimizer)
+            found.step = StepShape(
+                batch, seq, device_name(device), autocast_of(autocast), optimizer, sharding=shard
+            )
         read: ActSwapConfig | ConfigError
         try:
             read = with_tp(load_config(config), tp)
@@ -141,7 +150,7 @@ def check(
             found.problems += error.problems
         try:
             known = ActSwapConfig() if isinstance(read, ConfigError) else read
-            with subject(ModelRequest(model, dtype), known) as seen:
+            with subject(asked, known) as seen:
                 _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems
@@ -182,7 +191,8 @@ def _look(found: Checked, looked_at: AnalysedModel, config: ActSwapConfig | Conf
     if config.memory.mode == "off":
         found.predicted = comparison_steps(found.profile, plan)
         return
-    best = planned(looked_at, found.step, config, config.memory, found.profile)
+    memory = memory_in_force(config, None, found.step, ranks_of_a_machine(looked_at, found.step))
+    best = planned(looked_at, found.step, config, memory, found.profile)
     steps = dict(best.steps)
     tiles = "" if best.chosen_tiles is None else f", in tiles: {tile_names(best.plan.tiles)}"
     step = steps.pop(PLANNED)  # shown last

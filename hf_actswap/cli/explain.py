@@ -87,7 +87,10 @@ class Explanation:
         for op in self.ops:
             place = f"layer {self.layer}" if isinstance(self.layer, int) else str(self.layer)
             name = op.op_path or "everything"
-            yield heading(f"{place}, {name}: {op.fate}")
+            rest = any(
+                other.op_path != op.op_path and is_below(other.op_path, op.op_path) for other in self.ops
+            )
+            yield heading(f"{place}, {name}{' (but for the ops above)' if rest else ''}: {op.fate}")
             yield FATES[op.fate]
             if op.saved_bytes is not None:
                 yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
@@ -139,7 +142,8 @@ def _explained(
 ) -> Explanation:
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
-    paths = _paths(shape, scope, op)
+    asked = _paths(shape, scope, op)
+    paths = list(dict.fromkeys(path for one in asked for path in _with_rows_below(plan, shape, scope, one)))
     policies = requested_policies(config, shape)
     profile = None if step is None else profile_of(found, step, plan.tiles)
     ops = []
@@ -181,6 +185,20 @@ def _paths(shape: ModelStructure, scope: Scope, op: str) -> list[str]:
         hint = names.hint(op) or nearest(op, names.all_names())
         raise ExplainError([Problem("OP", f"a path that names an op of layer {scope}", repr(op), hint)])
     return list(dict.fromkeys(found))
+
+
+def _with_rows_below(plan: MemoryPlan, shape: ModelStructure, scope: Scope, path: str) -> list[str]:
+    """Return the ops inside ``path`` that rows name, and ``path`` itself unless that is all of it."""
+    below = [
+        row.op_path
+        for row in plan.rows
+        if row.scope == scope and row.op_path not in (path, OUTPUT) and is_below(row.op_path, path)
+    ]
+    if not below or not isinstance(scope, int):
+        return [path]
+    inside = [op.path for op in shape.layers[scope].ops if op.path != path and is_below(op.path, path)]
+    whole = all(any(is_below(op, named) or is_below(named, op) for named in below) for op in inside)
+    return below if whole else [*below, path]
 
 
 def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path: str) -> bool:

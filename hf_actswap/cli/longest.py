@@ -170,7 +170,7 @@ class _Lengths:
     def __init__(self, found: AnalysedModel, asked: PlanRequest, config: ActSwapConfig) -> None:
         self._found, self._config, self._host = found, config, asked.host_bytes
         self._shape = replace(step_shape(asked.step), sequences=1)
-        self._memory = memory_in_force(config, asked.budget_bytes)
+        self._memory = memory_in_force(config, asked.budget_bytes, self._shape)
         self._budget_bytes = 0
         self._profiles: dict[tuple[bool, int], Profile] = {}
         self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]

@@ -1,4 +1,4 @@
-"""Computes how many bytes of states optimizers keep for each weight."""
+"""Computes how many bytes of states optimizers keep, and how many more their step needs."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def _adafactor(weight: torch.Tensor) -> int:
 
 _STATES: dict[str, Callable[[torch.Tensor], int]] = {
     "adamw": _own_type,
+    "adamw_torch": _own_type,
     "adamw_master": _master,
     "adamw_8bit": _8bit,
     "paged_adamw_32bit": _fp32,
@@ -84,3 +85,18 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
         else:
             here += size_bytes
     return here, paged
+
+
+def step_bytes(optimizer: str | None, model: nn.Module) -> int:
+    """Return the bytes that an optimizer's step allocates and frees again.
+
+    ``adamw_torch`` is PyTorch's AdamW with ``foreach``, which takes the roots of all second moments at once
+    (``_multi_tensor_adamw``). Transformers' Adafactor has the gradient, the weight, and the update before and
+    after its scaling in fp32, for one weight at a time. Fused and 8-bit optimizers need nothing of this size.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if optimizer == "adamw_torch":
+        return sum(weight.nbytes for weight in trained)
+    if optimizer == "adafactor":
+        return max((4 * 4 * weight.numel() for weight in trained), default=0)
+    return 0

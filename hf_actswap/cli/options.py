@@ -10,12 +10,21 @@ import typer
 from ..config.sizes import DEVICE_KINDS, OWN_DEVICE, bytes_of, device_kind, own_device, tokens_of
 
 AutocastName = Literal["bf16", "fp16"]
+AskedAutocastName = Literal["bf16", "fp16", "none"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd", "none"]
 PaperOptimizerName = Literal[
-    "adamw", "adamw_master", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor", "sgd", "none"
+    "adamw",
+    "adamw_torch",
+    "adamw_master",
+    "adamw_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "none",
 ]
-"""Names of transformers' ``optim`` where it has one."""
+"""Names of transformers' ``optim`` where it has one; ``adamw`` is its default, ``adamw_torch_fused``."""
 QuantizeName = Literal["4bit", "8bit"]
 Value = TypeVar("Value")
 
@@ -92,6 +101,12 @@ Dtype = Annotated[
 Autocast = Annotated[
     AutocastName | None,
     without_default("--autocast", help="Mixed precision (the Trainer's bf16, fp16)."),
+]
+TrlAutocast = Annotated[
+    AskedAutocastName | None,
+    without_default(
+        "--autocast", help="Mixed precision. Default: bf16, as in TRL; none: the weights' own type."
+    ),
 ]
 Device = Annotated[
     str | None,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import typer
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..errors import ActSwapError, Problem
@@ -95,12 +96,21 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show a spinner with the text ``what`` on a terminal, unless ``HF_HUB_DISABLE_PROGRESS_BARS`` is set."""
-    console = Console(stderr=True)
-    if not console.is_terminal or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _YES:
+    """Show what is done and for how long, on stderr, unless ``HF_HUB_DISABLE_PROGRESS_BARS`` is set.
+
+    On a terminal it is a moving bar that disappears; elsewhere one line, as the work may take a minute.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _YES:
         yield
         return
-    with console.status(what):
+    if not console.is_terminal:
+        console.print(f"{what} ...", soft_wrap=True)
+        yield
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
         yield
 
 
@@ -123,6 +133,11 @@ def _stdout_kept_clean() -> Iterator[None]:
 def _console() -> Console:
     """Return a new console for each use, because a caller may replace ``sys.stdout`` between two uses."""
     return Console(highlight=False, markup=False)
+
+
+def error_console() -> Console:
+    """Return a console for what is no answer, on stderr."""
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def problems_document(problems: Iterable[Problem]) -> list[dict[str, str]]:

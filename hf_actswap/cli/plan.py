@@ -12,7 +12,15 @@ import typer
 from . import options
 from .options import DtypeName, PaperOptimizerName, QuantizeName
 from .output import Answer, answer
-from .plan_request import PREDICTED, AskedStep, Lora, ModelRequest, PlanRequest, Sharding
+from .plan_request import (
+    PREDICTED,
+    AskedStep,
+    Lora,
+    ModelRequest,
+    PlanRequest,
+    Sharding,
+    reject_quantize,
+)
 
 Config = Annotated[
     str | None,
@@ -48,14 +56,15 @@ Budget = Annotated[
         parser=options.size,
         metavar="SIZE",
         help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Default: the "
-        "configuration's, else the device's less 3 %.",
+        "configuration's, else the device's less 3 % (5 % of several ranks).",
     ),
 ]
 Optimizer = Annotated[
     PaperOptimizerName | None,
     options.without_default(
         "--optimizer",
-        help="Optimizer whose states are on the device. Default: adamw, 2 values per weight in its type.",
+        help="Optimizer that runs: its states, and what its step allocates. Default: adamw (fused), 2 values "
+        "per weight in its type.",
     ),
 ]
 GradDtype = Annotated[
@@ -108,7 +117,8 @@ HostMemoryGib = Annotated[
         "--host-memory-gib",
         min=0,
         metavar="N",
-        help="With --longest: the most host memory of a rank. Default: as much as it needs.",
+        help="The most host memory of a rank. Default: the configuration's, else what machines with the "
+        "device usually have for each; with --longest as much as it needs.",
     ),
 ]
 MicroBatches = Annotated[
@@ -141,7 +151,7 @@ def plan(
     profile: ProfileFile = None,
     budget: Budget = None,
     dtype: options.Dtype = None,
-    autocast: options.Autocast = None,
+    autocast: options.TrlAutocast = None,
     optimizer: Optimizer = None,
     grad_dtype: GradDtype = None,
     shard: Shard = None,
@@ -205,17 +215,13 @@ def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
         raise typer.BadParameter(
             "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
         )
-    if model.quantize is not None and (model.lora is None or (asked.tp or 1) > 1 or asked.compared):
-        raise typer.BadParameter(
-            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
-        )
+    reject_quantize(model, 2 if asked.compared else asked.tp)
     alone = asked.config or step.tokens or step.sequences or asked.profile or asked.compared
     alone = alone or asked.save or asked.windows or asked.full
-    if (longest and alone) or (asked.host_bytes is not None and not longest):
+    if longest and alone:
         raise typer.BadParameter(
             "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
-            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
-            "--host-memory-gib needs --longest"
+            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained"
         )
 
 

@@ -6,8 +6,9 @@ Its tables fit into 80 columns: fates with bytes, and predicted steps one below 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,48 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..config import ActSwapConfig, TileConfig, load_config
+from ..engine.stats import gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded_tiles, format_scopes
+from ..plan.fingerprint import fingerprint_of
 from ..plan.tile_ladder import SECOND_CLASS
+from ..planner.budget import BudgetError
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
 from .optimizers import state_bytes
-from .output import folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
+from .options import AskedAutocastName, AutocastName
+from .output import Rejected, folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
 from .plan_request import PREDICTED, AskedStep, PlanRequest
-from .planned import NOTHING, PLANNED, MemoryParts, SearchResult, costly_fates_note, memory_in_force, planned
+from .plan_summary import (
+    budget_text,
+    fits_line,
+    host_document,
+    host_lines,
+    output_note,
+    tokens_per_s,
+    use_line,
+)
+from .planned import (
+    NOTHING,
+    PLANNED,
+    MemoryParts,
+    SearchResult,
+    costly_fates_note,
+    memory_in_force,
+    planned,
+    rates_or_none,
+)
 from .profile_file import ProfileFile, read_profile
 from .stages import StagesAnswer, answer_stages
-from .step import StepShape, device_name, prediction_document, saved_by_row
+from .step import StepShape, bytes_by_fate, device_name, prediction_document, ranks_of_a_machine, saved_by_row
 from .subject import AnalysedModel, subject, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
+_OPS = 6
+"""The number of ops of a fate that the short table names."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,8 @@ class PlanAnswer:
             "step": found.step.document(),
             "mode": found.memory.mode,
             "budget_bytes": found.budget_bytes,
+            "tokens_per_s": tokens_per_s(found, found.prediction),
+            "host_memory": host_document(found),
             "profile": None if self.recorded is None else self.recorded.path,
             "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
             "memory": {name: parts.document() for name, parts in found.parts.items()},
@@ -68,9 +95,11 @@ class PlanAnswer:
     def shown(self) -> Iterable[RenderableType]:
         """Yield the text and tables to print."""
         found = self.found
+        yield fits_line(found)
+        yield from host_lines(found)
         yield f"Model:  {found.subject.described()}"
         yield f"Step:   {found.step.described()}"
-        yield f"Budget: {size_text(found.budget_bytes)}, {found.memory.mode}"
+        yield f"Budget: {budget_text(found)}; mode {found.memory.mode}"
         yield heading("Plan")
         if self.windows:
             yield fate_table(found.plan, found.profile)
@@ -91,9 +120,29 @@ class PlanAnswer:
             yield memory_table(found.parts)
         yield from costly_fates_note(found.steps)
         yield ALONE if self.recorded is None else self.recorded.described()
-        yield from listed(assumptions(found.subject, found.step))
+        yield from listed([*assumptions(found.subject, found.step), *output_note(found)])
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."
+        yield use_line(found, self.saved_to)
+
+
+@dataclass(frozen=True)
+class DoesNotFit(Rejected):
+    """The answer where no plan fits. An `output.Answer`.
+
+    Args:
+        least_bytes: the least peak that any plan reaches.
+        budget_bytes: the budget; ``None``: it was not computed.
+    """
+
+    least_bytes: int = 0
+    budget_bytes: int | None = None
+
+    def shown(self) -> Iterable[RenderableType]:
+        """Yield the text and tables to print."""
+        there = "" if self.budget_bytes is None else f", and the budget is {size_text(self.budget_bytes)}"
+        yield f"Does not fit: at least {gib_text(self.least_bytes, math.ceil)} are needed{there}."
+        yield from super().shown()
 
 
 @dataclass(frozen=True)
@@ -116,7 +165,7 @@ class ComparedSizes:
         known = [found for found in self.by_tp.values() if isinstance(found, SearchResult)]
         if known:
             yield f"Step:   {known[0].step.described()}"
-            yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
+            yield f"Budget: {size_text(known[0].budget_bytes)} a rank; mode {known[0].memory.mode}"
         yield ""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
@@ -163,15 +212,15 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
         }[subject.quantize]
         yield (
-            f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory is "
-            "counted, its time is not. All other weights have the model's own type: "
+            f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory "
+            "and time are counted. All other weights have the model's own type: "
             "prepare_model_for_kbit_training was not applied."
         )
     if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
         ranks = step.sharding.ranks if step.sharding else 1
         yield (
             f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
-            "the host when memory is short: neither their device memory nor their time is counted."
+            "the host when memory is short: they are counted as host memory, and their time is not counted."
         )
     if step.sharding is not None:
         yield (
@@ -184,9 +233,16 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             )
             + "Communication between data-parallel ranks is not in the times."
         )
+    rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)
+    shared = None if rates is None else rates.link_of(ranks)
+    if rates is not None and shared is not None and shared != rates.link:
+        yield (
+            f"The {ranks} ranks of a machine share the rate of its memory. If all copy at once, each has "
+            f"{shared.out_beside_in_bytes_per_ms / 1e6:.0f} GB/s each way."
+        )
 
 
-def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes | StagesAnswer:
+def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes | StagesAnswer:
     """Return the answer of ``hf-actswap plan``.
 
     Raises:
@@ -204,18 +260,32 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes | StagesAnswer
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
-        memory = memory_in_force(wanted, asked.budget_bytes)
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
         with subject(asked.model, wanted) as found:
-            if recorded is None:
-                return planned(found, step, wanted, memory, with_least=asked.full)
-            recorded.check(found)
-            return planned(found, step, wanted, memory, recorded.profile, asked.full)
+            ranks = ranks_of_a_machine(found, step)
+            memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
+            if recorded is not None:
+                recorded.check(found)
+            result = planned(
+                found, step, wanted, memory, None if recorded is None else recorded.profile, asked.full
+            )
+        said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
+        return replace(result, host_is_written=said)
 
     if asked.compared:
         return ComparedSizes({size: _or_why_not(of, size) for size in asked.compared})
     recorded = None if asked.profile is None else read_profile(asked.profile)
-    found = of(asked.tp, recorded)
+    try:
+        found = of(asked.tp, recorded)
+    except BudgetError as error:
+        if not error.least_bytes:
+            raise
+        return DoesNotFit(
+            error.problems,
+            error.subject,
+            least_bytes=error.least_bytes,
+            budget_bytes=error.budget_bytes or None,
+        )
     if asked.save is not None:
         _write(asked.save, found)
     return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)
@@ -241,11 +311,16 @@ def step_shape(asked: AskedStep) -> StepShape:
         asked.sequences or 1,
         asked.tokens or _SEQ,
         device_name(asked.device),
-        asked.autocast,
+        autocast_of(asked.autocast),
         asked.optimizer or "adamw",
         asked.gradient_dtype,
         asked.sharding,
     )
+
+
+def autocast_of(asked: AskedAutocastName | None) -> AutocastName | None:
+    """Return the type of mixed precision; not asked for it is TRL's default (``SFTConfig.bf16``)."""
+    return None if asked == "none" else asked or "bf16"
 
 
 def _tile_document(tiles: TileConfig) -> dict[str, Any]:
@@ -262,7 +337,8 @@ def _or_why_not(of: Any, size: int) -> SearchResult | ActSwapError:
 
 
 def _write(path: str, found: SearchResult) -> None:
-    document = json.loads(found.plan.to_json())
+    made_for = fingerprint_of(found.subject.model, (found.step.sequences, found.step.tokens))
+    document = json.loads(replace(found.plan, fingerprint=made_for).to_json())
     document[PREDICTED] = {
         "model": found.subject.document(),
         "step": found.step.document(),
@@ -351,23 +427,22 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
 
 
 def short_table(plan: MemoryPlan, profile: Profile) -> Table:
-    """Return a table with a row for each fate: bytes, and its ops, each with its number of layers."""
+    """Return a table with a row for each fate: bytes, and its largest ops, each with its number of layers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Fate")
     table.add_column("Saved", justify="right", no_wrap=True)
     table.add_column("Ops (layers)", overflow="fold")
-    sizes = dict(saved_by_row(profile, plan))
-    saved: dict[str, int] = {}
-    layers: dict[str, dict[str, int]] = {}
-    for scope in plan.scopes:
-        for ops, fate, _, size in _by_fate(_lines(plan, sizes, scope)):
-            saved[fate] = saved.get(fate, 0) + size
-            for op in ops.split(", "):
-                layers.setdefault(fate, {}).setdefault(op, 0)
-                layers[fate][op] += 1
-    for fate in sorted(saved):
-        ops = ", ".join(f"{op} ({count})" for op, count in layers[fate].items() if fate != "keep")
-        table.add_row(fate, size_text(saved[fate]), ops or "everything else")
+    found: dict[str, dict[str, list[int]]] = {}
+    for (_, op, outcome), size in bytes_by_fate(profile, plan).items():
+        if outcome != "unsaved":
+            found.setdefault(outcome, {}).setdefault(op or "inputs", []).append(size)
+    for fate, sizes in sorted(found.items()):
+        largest = sorted(sizes, key=lambda op: -sum(sizes[op]))
+        ops = ", ".join(f"{op} ({len(sizes[op])})" for op in largest[:_OPS])
+        more = f", and {len(largest) - _OPS} more: --full" if len(largest) > _OPS else ""
+        rest = "everything else" if len(found) > 1 else "everything"
+        total = sum(map(sum, sizes.values()))
+        table.add_row(fate, size_text(total), rest if fate == "keep" else f"{ops}{more}")
     return table
 
 
@@ -378,7 +453,7 @@ def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
     for name in ("Weights", "Gradients", "States", "Activations", "Decides"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, part in parts.items():
-        sizes = (part.weights, part.gradients, part.states, part.activations)
+        sizes = (part.weights, part.gradients, part.states, part.activations + part.workspaces)
         table.add_row(name, *map(size_text, sizes), part.decides)
     return table
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import typer
 
-from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
+from .options import AskedAutocastName, DtypeName, PaperOptimizerName, QuantizeName
 
 PREDICTED = "predicted"
 """Section of a plan's file by which ``--save`` recognises its own files."""
@@ -89,6 +89,18 @@ class ModelRequest:
     trust_remote_code: bool = False
 
 
+def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
+    """Reject ``--quantize`` of weights that are trained, or divided.
+
+    Raises:
+        typer.BadParameter: they are.
+    """
+    if model.quantize is not None and (model.lora is None or (ranks or 1) > 1):
+        raise typer.BadParameter(
+            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
+        )
+
+
 @dataclass(frozen=True)
 class AskedStep:
     """The options of the command line that describe the step; ``None``: not given.
@@ -100,7 +112,7 @@ class AskedStep:
     sequences: int | None = None
     tokens: int | None = None
     device: str | None = None
-    autocast: AutocastName | None = None
+    autocast: AskedAutocastName | None = None
     optimizer: PaperOptimizerName | None = None
     gradient_dtype: DtypeName | None = None
     sharding: Sharding | None = None
@@ -110,8 +122,8 @@ class AskedStep:
 class PlanRequest:
     """All arguments and options of ``hf-actswap plan``.
 
-    ``compared`` is ``--compare``, numbers of tensor-parallel ranks. ``host_bytes`` is for ``--longest``,
-    ``micro_batches`` for a pipeline.
+    ``compared`` is ``--compare``, numbers of tensor-parallel ranks. ``host_bytes`` is the most host memory of
+    a rank, ``micro_batches`` is for a pipeline.
     """
 
     model: ModelRequest

@@ -16,7 +16,9 @@ from ..plan.tile_ladder import tile_names
 from ..planner.budget import BudgetError, budget_bytes, fits_outside_backward, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
+from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
+from .optimizers import state_bytes
 from .output import busy, size_text, step_ms_text
 from .step import StepShape, ladder_of, profile_of, recompute_everything
 from .subject import AnalysedModel
@@ -27,6 +29,15 @@ EVERYTHING = "recompute all"
 BY_HAND = "as written"
 PLANNER_SAME_PEAK = "better"
 PLANNED = "planned"
+
+SEVERAL_RANKS_SHARE = 0.05
+"""Share of a device's memory that stays free for kernels' workspaces, fragments and NCCL's buffers, if there
+are several ranks and no budget is named."""
+
+_SMALLER = (
+    "The optimizer's step alone, with weights, gradients and states, exceeds the budget: --lora, --quantize, "
+    "--shard or another --optimizer need less."
+)
 
 _POOR_SHARE = 0.01
 """Fates written by hand are called costly if they take more than this share of a step longer than the
@@ -42,24 +53,28 @@ class MemoryParts:
         gradients: gradients of weights that are complete at the peak.
         states: the optimizer's states.
         activations: the rest: tensors that autograd saves or that ops need while they run.
+        workspaces: those of cuBLAS.
     """
 
     weights: int
     gradients: int
     states: int
     activations: int
+    workspaces: int = 0
 
     @property
     def decides(self) -> str:
-        """The name of the largest part."""
-        return max(vars(self), key=lambda name: int(getattr(self, name)))
+        """The name of the largest part that a plan or another optimizer changes: workspaces are not."""
+        return max(
+            (name for name in vars(self) if name != "workspaces"), key=lambda name: int(getattr(self, name))
+        )
 
     def document(self) -> dict[str, object]:
         """Return the fields as JSON values."""
         return {**{f"{name}_bytes": size for name, size in vars(self).items()}, "decides": self.decides}
 
     def __str__(self) -> str:
-        listed = ", ".join(f"{name} {size_text(size)}" for name, size in vars(self).items())
+        listed = ", ".join(f"{name} {size_text(size)}" for name, size in vars(self).items() if size)
         return f"{listed}: {self.decides} decide"
 
 
@@ -74,8 +89,12 @@ def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False)
     if not profile.weight_bytes:
         return None
     states = 0 if states_moved else profile.optimizer_state_bytes
-    rest = profile.weight_bytes + step.peak_gradient_bytes + states
-    return MemoryParts(profile.weight_bytes, step.peak_gradient_bytes, states, step.peak_bytes - rest)
+    rates = rates_or_none(profile.device) if profile.source == "shapes" else None
+    workspaces = 0 if rates is None else rates.workspace_bytes
+    rest = profile.weight_bytes + step.peak_gradient_bytes + states + workspaces
+    return MemoryParts(
+        profile.weight_bytes, step.peak_gradient_bytes, states, step.peak_bytes - rest, workspaces
+    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,7 @@ class SearchResult:
         steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested.
         chosen_tiles: ``tile_config`` of the plan if it has more tiles than the user wrote, because nothing
             fits without them.
+        host_is_written: whether the configuration limits host memory, or the command line does.
     """
 
     subject: AnalysedModel
@@ -102,6 +122,15 @@ class SearchResult:
     budget_bytes: int
     steps: Mapping[str, Prediction]
     chosen_tiles: TileConfig | None = None
+    host_is_written: bool = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that a rank needs: for swapped tensors, and for states that are kept or paged there."""
+        needed = self.prediction.host_bytes
+        if self.memory.preference == "memory_saving":
+            needed += self.profile.optimizer_state_bytes
+        return needed + paged_bytes(self.subject, self.step)
 
     @property
     def prediction(self) -> Prediction:
@@ -119,15 +148,48 @@ class SearchResult:
         return {name: parts for name, parts in found.items() if parts is not None}
 
 
-def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
-    """Return the ``memory`` section to plan with.
+def memory_in_force(
+    config: ActSwapConfig,
+    budget: int | None,
+    step: StepShape,
+    ranks: int = 1,
+    host: int | None = None,
+) -> MemoryConfig:
+    """Return the ``memory`` section to plan with; mode ``off`` becomes ``adaptive``, that of ``auto``.
 
-    Mode ``off`` becomes ``smart_swap``, and a ``budget`` (bytes) replaces the section's own.
+    Args:
+        config: the configuration.
+        budget: the device's budget in bytes, which replaces the section's own; ``None``: not given.
+        step: the step, whose device has a usual amount of host memory.
+        ranks: number of ranks; several leave more of the device free, for buffers of collectives.
+        host: host memory of a rank in bytes, which replaces the section's own; ``None``: not given, so a
+            section without one gets the usual amount.
     """
     memory = config.memory
     if memory.mode == "off":
-        memory = replace(memory, mode="smart_swap")
-    return memory if budget is None else replace(memory, budget_gib=budget / GIB, reduce_by_gib=None)
+        memory = replace(memory, mode="adaptive")
+    rates = rates_or_none(step.device)
+    if host is None and memory.host_memory_gib is None and rates is not None:
+        host = rates.host_bytes
+    if host is not None:
+        memory = replace(memory, host_memory_gib=host / GIB)
+    if budget is not None:
+        return replace(memory, budget_gib=budget / GIB, reduce_by_gib=None)
+    if ranks > 1 and rates is not None and memory.budget_gib is None and memory.margin_gib is None:
+        memory = replace(memory, margin_gib=SEVERAL_RANKS_SHARE * rates.memory_bytes / GIB)
+    return memory
+
+
+def rates_or_none(device: str) -> DeviceRates | None:
+    """Return the rates of a known device; ``None``: it was measured and is none of the known ones."""
+    with suppress(PlanError):
+        return device_rates(device)
+    return None
+
+
+def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
+    """Return the optimizer's states that are in pages, by rank: they are counted on the host."""
+    return state_bytes(step.optimizer, found.model)[1] // (step.sharding.ranks if step.sharding else 1)
 
 
 def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
@@ -200,6 +262,11 @@ def planned(
         ModelError: the model does not run on fake tensors.
     """
     fixed = resolve_plan(config, found.shape)
+    if config.memory.mode == "off" and fixed.rows:
+        memory = replace(memory, mode="smart_swap")  # which keeps what is written by hand
+    paged = paged_bytes(found, step)
+    if paged and memory.host_memory_gib is not None:
+        memory = replace(memory, host_memory_gib=max(memory.host_memory_gib - paged / GIB, 0))
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
@@ -267,7 +334,17 @@ class _Search:
             least = least_peak(profile, fixed, limits)
             error = impossible(memory, budget, least.peak_bytes, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
-            raise error.with_hint("" if parts is None else f"The least is {parts}.") from None
+            error = error.with_hint("" if parts is None else f"The least is {parts}.")
+            host = memory.host_memory_gib
+            rests = fits_outside_backward(profile, memory, budget)
+            if not rests and profile.source == "shapes":
+                error = error.with_hint(_SMALLER)
+            if rests and host is not None and least.host_bytes > 0.9 * host * GIB:
+                most = f"{host:,.0f} GiB"
+                error = error.with_hint(
+                    f"Host memory is used up ({most} of a rank). With more, --host-memory-gib N, it may fit."
+                )
+            raise error from None
         steps = {**comparison_steps(self.profile, self.written), PLANNED: best.prediction}
         if self.with_least:
             steps[LEAST] = least_peak(profile, fixed, limits)

@@ -188,9 +188,9 @@ def _nothing_to_measure(name: str) -> Problem:
     return Problem("--layers", f"{name} on this machine, to measure on", "none", hint)
 
 
-def _from_shapes(found: AnalysedModel, step: StepShape) -> Profile:
+def _from_shapes(found: AnalysedModel, step: StepShape, workspaces: bool = True) -> Profile:
     with busy(f"profile of {found.described()}, from shapes"):
-        return profile_of(found, step)
+        return profile_of(found, step, workspaces=workspaces)
 
 
 def _measured(
@@ -204,7 +204,7 @@ def _measured(
     count = len(whole.shape.layers)
     measured_layers = min(layers or count, count)
     own_shape = replace(step, device=DEFAULT_DEVICE)  # only the bytes of a calculated step are used here
-    on_paper = _from_shapes(whole, own_shape) if measured_layers < count else None
+    on_paper = _from_shapes(whole, own_shape, False) if measured_layers < count else None
     if device.type == "cpu":
         _reject_if_too_large(whole, step, measured_layers)
     made, weights = _recorded(whole.name, step, dtype, device, None if on_paper is None else layers)

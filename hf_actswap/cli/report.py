@@ -49,7 +49,7 @@ class Reported:
             table.add_row(f"stage {number}", f"layers {format_scopes(stage.layers)}, peak memory {peak}")
         table.add_row("swapped a step", size_text(facts.offloaded_bytes))
         table.add_row("waits a step", ms_text(facts.stall_ms))
-        yield table
+        yield facts.without_steps or table
         if facts.saving is not None:
             yield f"\n{facts.saving.in_words()}"
         if facts.compared:

@@ -20,7 +20,6 @@ import torch
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
-from torch.func import functional_call
 
 from ..config import ActSwapConfig
 from ..config.schema import MemoryConfig, ParallelConfig
@@ -31,6 +30,7 @@ from ..pipeline.stages import layout_of
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, fake_batch, fake_weights
+from ..plan.exchanged_weights import exchanged
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import budget_bytes, limits_of
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
@@ -284,7 +284,13 @@ def answer_stages(
         )
         _learn(form, shape)
     asker = LayoutPredictor(
-        config, found, shape, count, form, memory_in_force(config, asked.budget_bytes), table
+        config,
+        found,
+        shape,
+        count,
+        form,
+        memory_in_force(config, asked.budget_bytes, shape, parallel.pipeline_stage, asked.host_bytes),
+        table,
     )
     return asker.answer(parallel)
 
@@ -356,7 +362,9 @@ class LayoutPredictor:
         staged.relay, staged.layer_outputs = self.form.relay, self.form.layer_outputs
         own = staged.plan_of_stage(plan)
         with busy(f"stage {number} of {self.found.described()}"), staged.with_stand_ins():
-            profile = profile_of(self.found, shape, own.tiles, staged.is_last, gradients_exist=True)
+            profile = profile_of(
+                self.found, shape, own.tiles, staged.is_last, gradients_exist=True, workspaces=False
+            )
         order = order_of_passes(schedule, self.count, layout.pp, number, layout.vpp)
         passes = passes_in_flight(schedule, self.count, layout.pp, layout.vpp, number)
         fixed = _weights_and_gradients(profile) + profile.optimizer_state_bytes
@@ -413,7 +421,12 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
         with mixed, dry_call(staged.model, batch) as named, torch.no_grad():
             state = fake_weights(staged.model, cpu)
             call = fake_batch(named, cpu)
-            record_layer_outputs(staged, lambda: functional_call(staged.model, state, (), call), batch_shape)
+
+            def run() -> Any:
+                with exchanged(staged.model, state):
+                    return staged.model(**call)
+
+            record_layer_outputs(staged, run, batch_shape)
     except ActSwapError:
         raise
     except Exception as error:  # the model's own code runs: it may raise anything

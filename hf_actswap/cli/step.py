@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,11 +19,12 @@ from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, Tile
 from ..plan.tile_ladder import tile_ladder
+from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
 from ..planner.record.baseline import Baseline, with_baseline
-from ..planner.record.devices import device_rates
+from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates
 from ..planner.record.shapes import profile_from_shapes
-from .optimizers import state_bytes
+from .optimizers import state_bytes, step_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
 from .plan_request import Sharding
 from .subject import DTYPES, AnalysedModel, ModelError
@@ -100,6 +101,7 @@ def profile_of(
     tiles: Iterable[Tile] = (),
     has_loss: bool = True,
     gradients_exist: bool = False,
+    workspaces: bool = True,
 ) -> Profile:
     """Return the profile of a step: run it on fake tensors, in tiles as a training would.
 
@@ -110,6 +112,7 @@ def profile_of(
         has_loss: whether the model computes a loss; if not, backward begins at its output (a pipeline stage
             before the last).
         gradients_exist: whether gradients of an earlier micro-batch are on the device.
+        workspaces: whether the workspaces of the device's libraries are counted.
 
     Raises:
         ModelError: the model does not run on fake tensors.
@@ -132,12 +135,24 @@ def profile_of(
                 step.device,
                 optimizer_state_bytes=state_bytes(step.optimizer, found.model)[0],
                 gradients_exist=gradients_exist,
+                with_workspaces=workspaces,
             )
     except Exception as error:  # the model's own code runs: it may raise anything
         raise not_run("a model that runs on fake tensors", error) from error
-    if found.quantize is None and step.gradient_dtype is None and step.sharding is None:
-        return profile
-    return with_baseline(profile, _baseline(found, step, profile))
+    if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
+        profile = with_baseline(profile, _baseline(found, step, profile))
+    in_step = step_bytes(step.optimizer, found.model) // (step.sharding.ranks if step.sharding else 1)
+    return replace(
+        profile,
+        outside_base_bytes=profile.outside_base_bytes + in_step,
+        link=device_rates(step.device).link_of(ranks_of_a_machine(found, step)),
+    )
+
+
+def ranks_of_a_machine(found: AnalysedModel, step: StepShape) -> int:
+    """Return how many of the ranks that a step has are on one machine."""
+    ranks = found.tensor_parallel_size * (step.sharding.ranks if step.sharding else 1)
+    return min(ranks, RANKS_OF_A_MACHINE)
 
 
 def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:
@@ -153,6 +168,8 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
     """
     less: dict[int, int] = {}
     passing: dict[tuple[Scope, str], int] = {}
+    passing_ms: dict[tuple[Scope, str], float] = {}
+    rate = device_rates(step.device).bytes_per_ms
     layers = {layer.index: found.model.get_submodule(layer.module_path) for layer in found.shape.layers}
     if found.quantize is not None:
         for index, layer in layers.items():
@@ -160,6 +177,8 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
                 if isinstance(module, nn.Linear) and not module.weight.requires_grad:
                     less[id(module.weight)] = module.weight.nbytes - _QUANTIZED[found.quantize](module.weight)
                     passing[index, path] = module.weight.nbytes
+                    read_bytes = module.weight.nbytes - less[id(module.weight)]
+                    passing_ms[index, path] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
     weight_bytes = profile.weight_bytes - sum(less.values())
     trained = [weight for weight in found.model.parameters() if weight.requires_grad]
@@ -175,6 +194,7 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
         stage=step.sharding.stage if step.sharding else 0,
         ranks=step.sharding.ranks if step.sharding else 1,
         passing=passing,
+        passing_ms=passing_ms,
     )
 
 
@@ -213,6 +233,26 @@ def saved_by_row(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, Pla
         if scope is None:
             continue
         key = scope, plan.row(scope, path, ordinal)
+        found[key] = found.get(key, 0) + storage.size_bytes
+    return found
+
+
+def bytes_by_fate(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, str, StorageOutcome], int]:
+    """Return bytes by scope, op path and what happens to them under a plan, as `Prediction` counts them.
+
+    The op path is that of the plan's row that decides on them; an empty one: no row does. A storage that a
+    recomputed op reads may be swapped or kept although autograd saves it nowhere.
+    """
+    found: dict[tuple[Scope, str, StorageOutcome], int] = {}
+    for storage, outcome in zip(profile.saved.storages, fates_of(profile, plan), strict=True):
+        first = next((use for use in storage.uses if use.kind == "saved"), None)
+        if first is None and outcome in ("swap", "keep") and storage.uses:
+            first = storage.uses[0]
+        scope, path, ordinal = (None, "", None) if first is None else first.producer
+        if scope is None:
+            continue
+        row = plan.row(scope, path, ordinal)
+        key = scope, "" if row is None else row.op_path or "everything", outcome
         found[key] = found.get(key, 0) + storage.size_bytes
     return found
 

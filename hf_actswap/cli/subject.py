@@ -23,6 +23,7 @@ from ..config.hub import HubOptions, fetch, split_hub_id
 from ..errors import ActSwapError, Problem
 from ..parallel import patch_model, tensor_parallel_group
 from ..plan import ModelStructure, model_structure
+from ..plan.key_value_cache import without_cache
 from .options import DtypeName, QuantizeName
 from .plan_request import Lora, ModelRequest
 
@@ -223,6 +224,8 @@ def random_model(
 ) -> nn.Module:
     """Return the model in training mode, with random initial weights; no weights are read.
 
+    Its key-value cache is off, as under a plan.
+
     Args:
         name: a path, which has precedence if it exists, or ``org/name`` or ``org/name@revision``.
         dtype: type of its weights; ``None``: that of its configuration, else fp32.
@@ -254,6 +257,7 @@ def random_model(
         raise ModelError(
             [Problem("model", "a causal language model of transformers", _why(name, error), hint)]
         ) from error
+    without_cache(model)
     return model.train()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, short_traceback
@@ -56,7 +57,9 @@ class ActSwapConfig:
         stacks: rules for stacks of layers beside the decoder's (an encoder, a vision tower). A key names a
             stack by words of its module path, in order; a value has ``swap_config`` and ``recompute_config``.
         num_layers: ``model.model_config.num_layers`` if the document states it; checked against the model.
-        log: what a training run prints on the console: ``summary``, or ``reference``: MindFormers' lines too.
+        log: what a training run says. ``summary``: a few lines. ``full``: the plan as a table and all columns
+            of statistics, and on disk the record for ``hf-actswap report`` and a log per rank.
+            ``reference``: the same, with MindFormers' lines on the console too.
         notes: one line for each section or key that was accepted and has no meaning here, saying what
             happens to it. Not part of equality, and not written by `to_yaml`.
         source: the file, the Hub id with its commit (``org/name@commit``), or a short description, for
@@ -73,7 +76,7 @@ class ActSwapConfig:
     num_layers: int | None = field(
         default=None, metadata={DOCUMENT_PATH: ("model", "model_config", "num_layers")}
     )
-    log: Literal["summary", "reference"] = "summary"
+    log: Literal["summary", "full", "reference"] = "summary"
     notes: tuple[str, ...] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
 
@@ -270,7 +273,9 @@ def _read_document(
 
 def _read_log(findings: Findings) -> Any:
     value = findings.document.get("log")
-    found = None if value is None else read_choice(findings, ("log",), value, ("summary", "reference"))
+    found = (
+        None if value is None else read_choice(findings, ("log",), value, ("summary", "full", "reference"))
+    )
     return found or "summary"
 
 
@@ -433,7 +438,9 @@ def _exists(path: str) -> bool:
 
 def _no_such(text: str, tried: str, expected: str = EXPECTED_SOURCE) -> ConfigError:
     name = f"'{text}'" if text.isprintable() else repr(text)
-    return ConfigError([Problem("source", expected, f"{name}: {' '.join(tried.split()).rstrip('.')}")])
+    meant = get_close_matches(text.strip().lower(), [AUTO], cutoff=0.7)
+    hint = f"Did you mean '{AUTO}'?" if meant else ""
+    return ConfigError([Problem("source", expected, f"{name}: {' '.join(tried.split()).rstrip('.')}", hint)])
 
 
 def _read_file(path: str, source: str) -> str:

@@ -51,7 +51,14 @@ class HostBuffer:
 
         Args:
             block: contiguous device tensor of the dtype and shape that this host block holds.
+
+        Raises:
+            ValueError: it is not contiguous. A copy of its bytes piece by piece would be another tensor, and
+                PyTorch would copy it whole on the copy stream first.
         """
+        if not block.is_contiguous():
+            layout = f"shape {list(block.shape)} with strides {list(block.stride())}"
+            raise ValueError(f"copies to host memory and back: expected a contiguous tensor, found {layout}.")
         if len(self.pieces) > 1:
             flat = block.view(-1).view(torch.uint8)
             return list(zip(self.pieces, flat.split([piece.numel() for piece in self.pieces]), strict=True))

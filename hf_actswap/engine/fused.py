@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..plan.exchanged_weights import exchanged
 from ..plan.op_facts import COMMUNICATIONS
 from ..plan.opnames import function_name
 from .catcher import Catcher, Kept
@@ -171,6 +172,9 @@ class _Chain:
         self._inner: list[OutputTicket] = []
         if any(function_name(region.function) in COMMUNICATIONS for region in self._regions):
             raise _NotFused("it communicates")
+        for region in self._regions:
+            if region.called is not None:
+                region.called.check()
         self._leaves = [[self._leaf(leaf) for leaf in region.leaves] for region in self._regions]
         self._parameters = [self._parameters_of(region) for region in self._regions]
 
@@ -265,7 +269,8 @@ class _Chain:
 
 
 def _call_with(module: nn.Module, named: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    return torch.func.functional_call(module, named, args, kwargs)
+    with exchanged(module, named):
+        return module(*args, **kwargs)
 
 
 def _obstacle(traced: GraphModule) -> str | None:

@@ -64,7 +64,7 @@ class HeadCall:
     ) -> None:
         self.head, self.names, self.tokens, self.dtype, self.device = head, names, tokens, dtype, device
         self._state = CallState(device, False, ())
-        self._draws = any(isinstance(part, nn.Dropout) and part.training for part in head.modules())
+        self._draws = any(isinstance(part, nn.Dropout) and part.training for part in head.module.modules())
         self._first_run: CallState | None = None
 
     @contextmanager

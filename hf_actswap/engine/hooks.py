@@ -25,10 +25,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +49,8 @@ from ..plan.recomputed_modules import RUN_AGAIN
 from ..plan.settle import settled
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .cached_traces import CachedTraces
+from .call_guard import CallGuard, reject_offloaded_weights, reject_transforms
+from .called_module import CalledModule, CheckpointedLayer, is_cache
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
@@ -94,10 +100,13 @@ class Engine:
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
+        self._guard = CallGuard()
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         self._traces = CachedTraces(self._fates.traceable_scopes, self._fates.all_traceable)
         self._acts = bool(plan.rows) or resources.pack_handler is not None
-        self._first_step = FirstStep(plan, structure, self._root, self._counters)
+        self._first_step = FirstStep(
+            plan, structure, self._root, self._counters, one_of_several=resources.pack_handler is not None
+        )
         self._named = self._fates.traceable_scopes & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
@@ -158,7 +167,7 @@ class Engine:
         module = self._layers[layer.index]
         undo = []
         if layer.index in self._fates.checkpointed_layers:
-            undo.append(checkpointed(uncompiled(module)))
+            undo.append(checkpointed(uncompiled(module), layer.module_path))
         undo += self._regions.attach(layer.index, module)
         undo += self._follow_scope(module, layer.index, layer)
         if layer.index in self._fates.named_layers - self._named:
@@ -211,10 +220,13 @@ class Engine:
         self._fates.use_plan(plan)
 
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._guard.runs_elsewhere and not torch.is_grad_enabled():
+            return
         self._clean_up()
         if not (self._acts and torch.is_grad_enabled()):
             self._first_step.forward_without_gradients()
             return
+        reject_transforms()
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
         traces = CachedTraces(frozenset(), False) if self._runtime.evictable else self._traces
@@ -222,6 +234,8 @@ class Engine:
             self._leave_inside()
         else:
             self._follow_inside()
+        if self._runtime.setting is None:
+            reject_offloaded_weights(self._root)
         setting, new = self._runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs)
@@ -244,6 +258,8 @@ class Engine:
         return setting is not None and setting.auto is not None and setting.transfer.overlaps
 
     def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if self._guard.runs_elsewhere:
+            return
         forward, saving = self._forward, self._saving
         if forward is not None and saving is not None:
             saving.__exit__(None, None, None)
@@ -254,14 +270,14 @@ class Engine:
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the forward of a model that is one compiled region. All its layers have the same fate."""
         self._start_forward(module, args, kwargs)
-        if self._forward is not None:
+        if self._forward is not None and not self._guard.runs_elsewhere:
             nodes = sum(layer.nodes for layer in self.structure.layers)
             self._forward.start_scope(ScopeModules(0, tuple(self._root.modules())), args, kwargs, nodes)
             if self._first_step.entered is not None:
                 self._first_step.entered.update(self.plan.scopes)
 
     def _end_compiled(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._forward is not None:
+        if self._forward is not None and not self._guard.runs_elsewhere:
             self._forward.end_scope(None)
         self._end_forward(module, args, output)
 
@@ -269,13 +285,18 @@ class Engine:
         """Wrap the model's call, to clean up after an exception that skips hooks (`KeyboardInterrupt`)."""
 
         def cleaning_up(*args: Any, **kwargs: Any) -> Any:
+            claimed = self._guard.enter(prepares=self._forward is None)
             try:
                 return call(*args, **kwargs)
             except Exception:
                 raise
             except BaseException:
-                self._clean_up()
+                if not self._guard.runs_elsewhere:
+                    self._clean_up()
                 raise
+            finally:
+                if claimed:
+                    self._guard.release()
 
         return cleaning_up
 
@@ -296,10 +317,10 @@ class Engine:
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
-            if forward is None:
+            if forward is None or self._guard.thread != get_ident():
                 return
             if self._first_step.entered is not None:
-                self._first_step.entered.add(scope)
+                self._first_step.enters(scope, (*args, *kwargs.values()))
             checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
@@ -307,13 +328,13 @@ class Engine:
                     self._follow_inside()  # needed if an earlier layer did not match its cached trace
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
-                    forward.region = self._region(forward, module, scope, "", args, kwargs)
+                    forward.region = self._region(forward, place.modules, scope, "", args, kwargs)
                 self._mode = NamingMode(forward, self._fates, self._counters)
                 self._mode.__enter__()
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
-            if forward is None:
+            if forward is None or self._guard.thread != get_ident():
                 return
             if forward.stack is not None:
                 self._leave_mode()
@@ -324,14 +345,16 @@ class Engine:
         return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
+        modules = tuple(module.modules())
+
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
-            if forward is None or forward.stack is None:
+            if forward is None or forward.stack is None or self._guard.thread != get_ident():
                 return
             forward.stack.enter(path)
             region = forward.region
             if region is None and self._fates.recomputed.is_root(scope, path):
-                forward.region = self._region(forward, module, scope, path, args, kwargs)
+                forward.region = self._region(forward, modules, scope, path, args, kwargs)
             elif region is None or region.kept is None:
                 return
             elif self._fates.recomputed.is_kept_module(scope, path):
@@ -339,7 +362,7 @@ class Engine:
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
-            if forward is None or forward.stack is None:
+            if forward is None or forward.stack is None or self._guard.thread != get_ident():
                 return
             region = forward.region
             if region is not None and region.function is module:
@@ -353,7 +376,7 @@ class Engine:
     def _region(
         self,
         forward: ForwardPass,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         scope: Scope,
         path: str,
         args: tuple[Any, ...],
@@ -362,7 +385,9 @@ class Engine:
         name = f"{scope}.{path}" if path else str(scope)
         ticket_of, fuse = forward.ticket_of_input, forward.fuse
         keeps = self._fates.recomputed.keeps_inside(scope, path)
-        return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse, keeps)
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        called = CalledModule(name, modules, caches)
+        return Region(name, modules[0], args, kwargs, ticket_of, self._counters, True, fuse, keeps, called)
 
     def _leave_mode(self) -> None:
         mode = self._mode
@@ -371,17 +396,24 @@ class Engine:
         self._mode = None  # last, so that `_clean_up` finds it after an interrupt
 
 
-def checkpointed(layer: nn.Module) -> Undo:
+def checkpointed(layer: nn.Module, name: str) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
+    again = CheckpointedLayer(name, layer)
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if not args and first in kwargs:  # saved-tensor hooks see only what is passed by position
             args = (kwargs.pop(first),)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if args and isinstance(args[0], FakeTensor):  # a dry run records what the layer itself would save
+            return forward(*args, **kwargs)
+        if is_dynamo_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        held = (*(item for item in args if not isinstance(item, torch.Tensor)), *kwargs.values())
+        contexts = partial(again.contexts, held)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return replace_forward(layer, checkpointed_forward)
 
@@ -429,21 +461,37 @@ class FirstStep:
         structure: structure of the model.
         root: the model inside its wrappers.
         counters: what the plan has done so far.
+        one_of_several: whether the planner puts plans on in turn. Then a plan without a training forward is
+            usual: it was put on after the last step, and an evaluation followed.
 
     Attributes:
         entered: scopes that forwards have entered so far; ``None``: a step has been judged.
     """
 
     def __init__(
-        self, plan: MemoryPlan, structure: ModelStructure, root: nn.Module, counters: Counters
+        self,
+        plan: MemoryPlan,
+        structure: ModelStructure,
+        root: nn.Module,
+        counters: Counters,
+        one_of_several: bool = False,
     ) -> None:
         self.entered: set[Scope] | None = set()
+        self._one_of_several = one_of_several
         self._plan, self._counters, self._layers = plan, counters, structure.layer_modules(root)
         self._compiled = {
             layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
         }
         self._without_gradients = 0
         self._backward_ran = False
+        self._received_gradients: set[Scope] = set()
+
+    def enters(self, scope: Scope, values: Iterable[object]) -> None:
+        """Note that a forward enters a scope, with these arguments."""
+        if self.entered is not None:
+            self.entered.add(scope)
+        if any(getattr(value, "requires_grad", False) for value in values):
+            self._received_gradients.add(scope)  # a frozen layer behind a trained prompt
 
     def forward_without_gradients(self) -> None:
         """Count a forward that has started without gradients."""
@@ -469,7 +517,8 @@ class FirstStep:
 
     def removed(self, plan: MemoryPlan, measures: bool) -> None:
         """Judge the last step, or warn that no forward had gradients; called when the plan is removed."""
-        if plan.rows and not self._counters.forwards and self._without_gradients:
+        unused = not self._counters.forwards and self._without_gradients and not self._one_of_several
+        if plan.rows and unused:
             count = self._without_gradients
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
         elif self.entered is not None and self._backward_ran:
@@ -503,9 +552,13 @@ class FirstStep:
         return f"autograd saves nothing of what it names ({format_scopes(scopes)}){frozen}"
 
     def _trains(self, scope: Scope) -> bool:
-        """Whether a layer has weights that need gradients; for a scope that is no layer: true."""
+        """Whether a layer has a backward: its weights or its input need gradients. Of no layer: true."""
         layer = self._layers.get(scope)
-        return layer is None or any(weight.requires_grad for weight in layer.parameters())
+        return (
+            layer is None
+            or scope in self._received_gradients
+            or any(weight.requires_grad for weight in layer.parameters())
+        )
 
 
 def _again(rows: Iterable[PlanRow]) -> list[PlanRow]:

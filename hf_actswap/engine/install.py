@@ -16,6 +16,7 @@ from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, Tile
 from ..plan.compiled import named_op_modules
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
+from ..plan.in_words import plan_in_words
 from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwrapped
 from ..plan.token_mixing import checked_tiles
 from .chunked_logits import chunk_head, is_chunked
@@ -162,6 +163,10 @@ class AppliedPlan:
         if not self._removed:
             self._removed = True
             self._engine.close()
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else "suspended" if self._hooks is None else "on"
+        return f"<AppliedPlan, {state}: {'; '.join(plan_in_words(self.plan, self.structure))}>"
 
     def __enter__(self) -> AppliedPlan:
         return self

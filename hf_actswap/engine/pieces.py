@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.func import functional_call
+
+from ..plan.exchanged_weights import exchanged
 
 _PRODUCT_ROWS = 16_384
 """Most rows of a weight's gradient computed at once, so that there is no second fp32 copy of all of it."""
 
 
-class Exchangeable(nn.Module):
+class Exchangeable:
     """A module whose parameters can be replaced by other tensors for one call.
 
     Args:
@@ -25,16 +26,16 @@ class Exchangeable(nn.Module):
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
         self.module, self.run = module, run
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function with the parameters that the module has at present."""
         return self.run(*args, **kwargs)
 
     def with_parameters(self, named: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run the function with tensors in place of the module's parameters, by the names in ``named``."""
-        return functional_call(self, {f"module.{name}": item for name, item in named.items()}, args, kwargs)
+        with exchanged(self.module, named):
+            return self.run(*args, **kwargs)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .called_module import CalledModule
 from .catcher import AllCaught, Catcher, Kept, RecomputeError
 from .kept_calls import ReplayMismatch
 from .kept_results import KeptResults
@@ -46,6 +47,7 @@ class Region:
         random: whether the random state must be restored.
         fuse: runs the region again in a compiled kernel, or returns false if it cannot (`fused`).
         keeps: whether ops inside are kept or swapped, so that they are not run again (`kept_results`).
+        called: what the call reads beside its arguments; ``None``: nothing (a function).
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Region:
         random: bool,
         fuse: Callable[[Region], bool] | None = None,
         keeps: bool = False,
+        called: CalledModule | None = None,
     ) -> None:
-        self.name, self.function = name, run
+        self.name, self.function, self.called = name, run, called
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
         self._counters, self._fuse = counters, fuse
@@ -183,6 +186,7 @@ class Region:
         catcher = Catcher(self.name, dict(self.expected), early=not (outputs or self._outputs))
         with (
             self.state.restored(),
+            self.called.restored() if self.called else nullcontext(),
             kept.replayed(catcher) if kept else nullcontext(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack),

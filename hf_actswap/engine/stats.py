@@ -108,7 +108,7 @@ class SwapStats:
         return SwapStats(**sums, **kept, rejected=dict(rejected))
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
-        """Return the numbers for a training log, by name."""
+        """Return all numbers for a training log, by name."""
         numbers = {
             "offloaded_gib": gib(self.offloaded_bytes),
             "prefetched_gib": gib(self.prefetched_bytes),

@@ -34,12 +34,19 @@ from .views import View
 
 
 class StaleTensorError(RuntimeError):
-    """A tensor needed for backward was changed in place after it was saved; worded as autograd's error."""
+    """A tensor needed for backward was changed in place after it was saved; worded as autograd's error.
 
-    def __init__(self, shape: torch.Size, saved: int, now: int) -> None:
+    Args:
+        shape: shape of the tensor.
+        saved, now: its version when it was saved, and its present one.
+        what: the tensor's name, or where it is read again; empty: not known.
+    """
+
+    def __init__(self, shape: torch.Size, saved: int, now: int, what: str = "") -> None:
         super().__init__(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"tensor of shape {list(shape)} is at version {now}; expected version {saved} instead."
+            + (f" It is read again in backward by what is recomputed ({what})." if what else "")
         )
 
 

@@ -119,7 +119,7 @@ class TiledModule:
     def running_with(self, parameters: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
         """Return a function that runs the module with the trained parameters that it had in forward.
 
-        It may have others by now: `torch.func.functional_call` restores the module's own before backward.
+        It may have others by now: `exchanged` puts the module's own back before backward.
         """
         present = dict(self.module.named_parameters())
         if all(present.get(name) is item for name, item in parameters.items()):

@@ -1,7 +1,7 @@
 """Brings plans and divided models into the Hugging Face Trainer and into Accelerate's loops.
 
-In: training arguments with ``actswap`` (`ActSwapTrainingArguments`), a Trainer, or an accelerator
-    (`prepare`).
+In: training arguments with ``actswap`` (`ActSwapTrainingArguments`, `with_actswap`), a Trainer, or an
+    accelerator (`prepare`).
 Out: a training that has its plan on while it runs, with log lines, checkpoints and a record (`run_record`).
 
 `callback` applies and removes, `trainer_mixin` and `parallel_training` train models that are divided among
@@ -14,7 +14,7 @@ from .callback import ActSwapCallback
 from .prepare import Prepared, prepare
 from .stage_loading import stage_from_config, stage_from_pretrained
 from .trainer_mixin import ActSwapTrainerMixin
-from .training_args import ActSwapTrainingArguments
+from .training_args import ActSwapTrainingArguments, with_actswap
 
 __all__ = [
     "ActSwapCallback",
@@ -24,4 +24,5 @@ __all__ = [
     "prepare",
     "stage_from_config",
     "stage_from_pretrained",
+    "with_actswap",
 ]

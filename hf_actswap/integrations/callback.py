@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan, plan_while_training
+from ..apply import apply_plan, plan_while_training, say_what_is_not_compared
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
+from ..parallel.lost_ranks import LostRanks
 from ..parallel.rank_agreement import failing_together
 from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, model_structure, resolve_plan
-from ..plan.compiled import is_compiled
+from ..plan.gradient_checkpointing import without_checkpointing
 from ..planner import PlannedTraining, Planner
-from ..report import PinningBar, plan_table
-from ..report.saving import Saving
+from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
+from ..report.run_files import LOGS
 from ..stream import ChunkBudget
+from .calling_trainer import (
+    CHECKPOINT_PLAN,
+    called_model,
+    calling_trainer,
+    checkpoint_plan,
+    without_checkpointing_argument,
+)
 from .parallel_checkpoint import checkpoint_fact
-from .parallel_limits import callback_only_error
+from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError
 from .parallel_training import ParallelTraining
 from .pipeline_training import PipelineTraining
 from .run_record import RunRecord
-from .shared_config import console_logging, facts_to_compare, worker_log
+from .shared_config import facts_to_compare, worker_log
 from .trainer_setup import (
     begin_for_trainer,
     begin_pipeline_for_trainer,
@@ -50,24 +58,29 @@ _SEVERAL_DEVICES = Problem(
 )
 
 
+_ADDED_LATER = Problem(
+    "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
+)
+
+
 class ActSwapCallback(TrainerCallback):
     """Puts a configuration on the model while the Trainer trains.
 
     At train begin the plan is applied to the model, to the compiled one under ``torch_compile``; rank 0 logs
-    the reference-style lines and the plan as a table, and shows a bar while host memory is page-locked; every
-    rank writes its lines to ``<output_dir>/worker_<rank>.log``. Windows that ``auto`` chooses during training
-    are written there too, and the table is logged again. The statistics of the last optimizer step go into
-    the Trainer's log, and so to TensorBoard and other trackers. The plan is removed when ``Trainer.train``
-    ends, also by an exception.
+    in a few lines what it does, and shows a bar while host memory is page-locked. Peak, saving and waits of
+    the last optimizer step go into the Trainer's log, and so to TensorBoard and other trackers; a line at the
+    end sums them up. With ``log: full`` or ``reference`` the plan is a table, the log has all statistics,
+    and every rank writes its lines to ``<output_dir>/worker_<rank>.log``, also those of windows that ``auto``
+    chooses during training. The plan that a planner has found is written into each checkpoint, and used
+    again when the training goes on from there. The plan is removed when ``Trainer.train`` ends, also by an
+    exception.
 
     Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it applies and
     removes too, but until `bind` is called its statistics reach no log, and an exception in ``train`` leaves
     the plan on the model until the next ``train``, or until `remove`.
 
-    With ``parallel_config.tensor_parallel_size`` above 1 the model is divided among the ranks when the
-    Trainer is constructed; losses, norms and the log are as in one process. Under a plain Trainer there is
-    no data parallelism, no saving and no resuming: settings that ask for these are an error before the first
-    step. `ActSwapTrainer` does all three.
+    With ``parallel_config.tensor_parallel_size`` above 1, or a pipeline, the model is divided among the ranks
+    when the Trainer is constructed. That takes `ActSwapTrainer` or `ActSwapTrainerMixin`.
 
     Args:
         args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan
@@ -100,7 +113,8 @@ class ActSwapCallback(TrainerCallback):
         self._logged: MemoryPlan | None = None
         self._record: RunRecord | None = None
         self._saving: Saving | None = None
-        self._bound = False
+        self._bound = self._bytes_said = False
+        self._resumed_from: str | None = None
         self.applied: AppliedPlan | Planner | None = None
         self.parallel: ParallelTraining | PipelineTraining | None = None
 
@@ -108,6 +122,10 @@ class ActSwapCallback(TrainerCallback):
     def _config(self) -> ActSwapConfig:
         """The configuration; an empty one if a plan was given."""
         return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
+
+    @property
+    def _shows_all(self) -> bool:
+        return self._config.log != "summary"
 
     @property
     def _divides(self) -> bool:
@@ -144,7 +162,8 @@ class ActSwapCallback(TrainerCallback):
     def bind(self, trainer: Any) -> None:
         """Wrap methods of a Trainer: ``train`` removes the plan at its end, ``log`` adds the statistics.
 
-        Under a planner ``training_step`` runs a micro-batch again if memory runs out.
+        Under a planner ``training_step`` runs a micro-batch again if memory runs out. An error of ``train``
+        names ranks that have ended (`LostRankError`).
         """
         train, log, step = trainer.train, trainer.log, trainer.training_step
 
@@ -156,22 +175,27 @@ class ActSwapCallback(TrainerCallback):
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
-            try:
-                found = train(*args, **kwargs)
-            finally:
-                self.remove()
+            self._resumed_from = checkpoint_plan(asked, trainer.args.output_dir)
+            lost_ranks = LostRanks() if self.parallel is None else self.parallel.lost_ranks
+            with lost_ranks.named():
+                try:
+                    found = train(*args, **kwargs)
+                finally:
+                    self.remove()
             self._say_saving()
             return found
 
         @functools.wraps(log)
         def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.applied is not None and "loss" in logs:
-                logs = {**logs, **self._step.as_log()}
+                every = self._step.as_log()
+                shown = every if self._shows_all else {name: every[name] for name in _SHOWN}
+                logs = {**logs, **shown}
                 if self._record is not None:
-                    logs.update(self._record.as_log())
+                    logs.update(self._record.as_log(self._shows_all))
                     self._record.logged({"step": trainer.state.global_step, **logs})
             if self._record is not None and "train_loss" in logs:
-                logs.update(self._record.as_log())  # `train` returns these numbers too
+                logs.update(self._record.as_log(self._shows_all))  # `train` returns these numbers too
             return log(logs, *args, **kwargs)
 
         @functools.wraps(step)
@@ -198,40 +222,81 @@ class ActSwapCallback(TrainerCallback):
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
+        with ExitStack() as undo:
+            if self._config.memory.mode == "adaptive":
+                with self._console_on_rank_0(state):
+                    undo.callback(without_checkpointing(model))
+                undo.callback(without_checkpointing_argument(args))
+            plan, own, self.applied = self._put_on_model(model, args, state, kwargs)
+            self.applied.on_remove(undo.pop_all().close)
+        config = self._config
+        self._before = self._step = SwapStats()
+        self._logged, self._bytes_said = self.applied.plan, False
+        self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
+        if self._shows_all:
+            with worker_log(_worker_path(args)) as worker:
+                _log_plan(worker, own, config.notes)
+        if state.is_world_process_zero:
+            with console_logging(logger):
+                self._say_plan(plan)
+
+    def _say_plan(self, plan: MemoryPlan) -> None:
+        """Log what will be done, at the start of the training."""
+        config, applied = self._config, self.applied
+        notes = list(config.notes)
+        if not self._shows_all and len(notes) > 1:
+            notes[1:] = [f"{len(notes) - 1} more note(s) on the configuration (`log: full` lists them)."]
+        _log_plan(logger, plan, notes, logging.INFO if config.log == "reference" else logging.DEBUG)
+        searches = isinstance(applied, Planner) and applied.phase != "stable"
+        if applied is not None and isinstance(applied, Planner) and not searches:
+            plan = applied.plan
+        if _does_anything(plan) or (self._divides and self._shows_all):
+            self._show(plan, "")
+        elif not searches and not self._divides:
+            logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _show(self, plan: MemoryPlan, title: str) -> None:
+        if self._shows_all:
+            logger.info("%s", f"{title}\n{plan_table(plan)}")
+            return
+        structure = None if self.applied is None else self.applied.structure
+        for line in plan_summary(plan, structure):
+            logger.info("%s", line)
+
+    def _put_on_model(
+        self, model: nn.Module, args: TrainingArguments, state: TrainerState, event: Mapping[str, Any]
+    ) -> tuple[MemoryPlan, MemoryPlan, AppliedPlan | Planner]:
+        """Apply the plan to the model; return the whole model's plan, this rank's, and what is on it.
+
+        ``event`` has what the Trainer passes to its callbacks.
+        """
         requested, config, parallel = self._requested, self._config, self.parallel
         group = None if parallel is None else parallel.tensor_group
         with nullcontext() if group is None else tensor_parallel_group(group):
-            with failing_together("plan", args.ddp_timeout):
+            with failing_together("plan", args.ddp_timeout) as facts:
                 if args.n_gpu > 1:
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
-                    raise callback_only_error(
-                        "add_callback (parallel_config works for a callback of the constructor)"
-                    )
+                    raise ParallelTrainingError([_ADDED_LATER])
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
+                if parallel is not None:
+                    facts.update(parallel.expect_batches(event.get("train_dataloader")))
             with self._console_on_rank_0(state):
+                if isinstance(requested, MemoryPlan):
+                    say_what_is_not_compared(self._source, requested)
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
-            optimizer = kwargs.get("optimizer")
-            training = PlannedTraining(model, shape, own, config.memory, optimizer, counts_steps=False)
-            self.applied = self._put_on(training, args, state)
-        if parallel is not None:
-            parallel.expect_batch()
-        self._before = self._step = SwapStats()
-        self._logged = self.applied.plan
-        with worker_log(_worker_path(args)) as worker:
-            _log_plan(worker, own, config.notes)
-        self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
-        if state.is_world_process_zero:
-            with console_logging(logger):
-                _log_plan(
-                    logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
-                )
-                if isinstance(self.applied, Planner) or self._divides or _does_anything(plan):
-                    logger.info("%s", "\n" + plan_table(plan))
-                else:
-                    logger.warning(_DOES_NOTHING, self._why_nothing())
+            training = PlannedTraining(
+                model,
+                shape,
+                own,
+                config.memory,
+                event.get("optimizer"),
+                counts_steps=False,
+                earlier_plan=self._resumed_from if parallel is None else None,
+            )
+            return plan, own, self._put_on(training, args, state)
 
     def _put_on(
         self, training: PlannedTraining, args: TrainingArguments, state: TrainerState
@@ -279,7 +344,7 @@ class ActSwapCallback(TrainerCallback):
         if stage is None or self.applied is None:
             return None
         return RunRecord(
-            args.output_dir or ".",
+            self._record_folder(args),
             model,
             self.applied,
             optimizer=optimizer,
@@ -287,6 +352,13 @@ class ActSwapCallback(TrainerCallback):
             stage=stage,
             stages=parallel.recorded_stages(args.gradient_accumulation_steps) if parallel else None,
         )
+
+    def _record_folder(self, args: TrainingArguments) -> str | None:
+        """Return where the record goes: where it was asked for, else to the logs, else nowhere."""
+        folder = args.output_dir or "."
+        if self._shows_all:
+            return folder
+        return os.path.join(folder, LOGS) if "tensorboard" in (args.report_to or ()) else None
 
     def _why_nothing(self) -> str:
         if self._source is None:
@@ -338,7 +410,25 @@ class ActSwapCallback(TrainerCallback):
                         gib_text(size_bytes),
                         reason,
                     )
+        if state.is_world_process_zero and not self._bytes_said:
+            self._say_bytes(self.applied)
         self._log_decisions(self.applied.plan, args, state)
+
+    def _say_bytes(self, applied: AppliedPlan | Planner) -> None:
+        """Log what a step moves and computes again, after the first one that ran under the final plan."""
+        plan = applied.plan
+        measures = any(row.fate == "swap" and row.windows is None for row in plan.rows)
+        if isinstance(applied, Planner) or plan is not self._logged or measures or not self._step.forwards:
+            return
+        self._bytes_said = True
+        moved, dropped = self._step.offloaded_bytes, applied.dropped_bytes
+        if dropped is not None and (moved or dropped):
+            with console_logging(logger):
+                logger.info(
+                    "A step moves %s to host memory and computes %s again.",
+                    gib_text(moved),
+                    gib_text(dropped * self._step.forwards),
+                )
 
     def _log_decisions(self, plan: MemoryPlan, args: TrainingArguments, state: TrainerState) -> None:
         """Log what the engine has added to the plan since it was logged: the windows that ``auto`` chose."""
@@ -347,28 +437,42 @@ class ActSwapCallback(TrainerCallback):
         logged, self._logged = self._logged, plan
         if logged is None or plan is logged:
             return
-        with worker_log(_worker_path(args), append=True) as worker:
-            for adjustment in plan.adjustments:
-                if adjustment not in logged.adjustments:
-                    worker.info("%s", adjustment)
+        if self._shows_all:
+            with worker_log(_worker_path(args), append=True) as worker:
+                for adjustment in plan.adjustments:
+                    if adjustment not in logged.adjustments:
+                        worker.info("%s", adjustment)
         if state.is_world_process_zero:
             with console_logging(logger):
-                logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
+                if self._shows_all or isinstance(self.applied, Planner):
+                    self._show(plan, f"Decided in step {state.global_step}:")
 
     def _console_on_rank_0(self, state: TrainerState) -> AbstractContextManager[Any]:
         """Return the context in which the package's log lines reach the console, on rank 0 only."""
         package = logging.getLogger("hf_actswap")
         return console_logging(package) if state.is_world_process_zero else nullcontext()
 
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the plan that a planner has found into the checkpoint; a training that goes on uses it."""
+        folder = os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if isinstance(self.applied, Planner) and self.parallel is None and os.path.isdir(folder):
+            self.applied.write_plan(os.path.join(folder, CHECKPOINT_PLAN))
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove the plan; log how much memory it saved, unless the wrapped ``train`` does (`bind`)."""
-        if self._record is not None and state.is_world_process_zero:
+        if self._record is not None and state.is_world_process_zero and self._acts():
             self._saving = self._record.saving()
         self.remove()
         if not self._bound:
             self._say_saving()
+
+    def _acts(self) -> bool:
+        applied = self.applied
+        return isinstance(applied, Planner) or (applied is not None and _does_anything(applied.plan))
 
     def _say_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -392,6 +496,8 @@ class ArgumentsCallback(ActSwapCallback):
     It applies their ``actswap``. If the Trainer was given another `ActSwapCallback`, it removes itself.
     """
 
+    _named = "actswap of the training arguments"
+
     def __init__(self) -> None:
         super().__init__(None)
 
@@ -399,8 +505,8 @@ class ArgumentsCallback(ActSwapCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Read ``actswap`` of the arguments, which are known only now; then as `ActSwapCallback`."""
-        self._source = getattr(args, "actswap", None)
-        if self._source is not None and not self._replaced_by_given_callback():
+        self._source = self._asked_by(args)
+        if self._source is not None and not self._replaced_by_given_callback(args):
             self._requested = load_config_or_plan(self._source)
             super().on_init_end(args, state, control, **kwargs)
 
@@ -413,7 +519,7 @@ class ArgumentsCallback(ActSwapCallback):
         **kwargs: Any,
     ) -> None:
         """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
-        if self._replaced_by_given_callback():
+        if self._replaced_by_given_callback(args):
             return
         if self._source is not None:
             super().on_train_begin(args, state, control, model, **kwargs)
@@ -421,21 +527,30 @@ class ArgumentsCallback(ActSwapCallback):
             with console_logging(logger):
                 logger.warning(_DOES_NOTHING, self._why_nothing())
 
-    def _replaced_by_given_callback(self) -> bool:
+    def _asked_by(self, args: TrainingArguments) -> Any:
+        return getattr(args, "actswap", None)
+
+    def _gives_way_to(self, other: TrainerCallback, args: TrainingArguments) -> bool:
+        return isinstance(other, ActSwapCallback)
+
+    def _replaced_by_given_callback(self, args: TrainingArguments) -> bool:
         trainer = calling_trainer(self)
         callbacks = [] if trainer is None else trainer.callback_handler.callbacks
         others = [item for item in callbacks if item is not self]
-        given = next((item for item in others if isinstance(item, ActSwapCallback)), None)
+        given = next((item for item in others if self._gives_way_to(item, args)), None)
         if given is None:
             return False
         trainer.callback_handler.callbacks = others  # a new list: the event still iterates over the old one
         if self._source not in (None, given._source) and trainer.is_world_process_zero():
             with console_logging(logger):
-                logger.warning(_IGNORED)
+                logger.warning(_IGNORED, self._named)
         return True
 
 
-_IGNORED = "actswap of the training arguments is ignored: the Trainer was given another ActSwapCallback."
+_SHOWN = ("actswap_stall_ms",)
+"""The statistics of a step in the log, beside peak and saving; ``log: full`` has all."""
+
+_IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (
     'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
 )
@@ -463,45 +578,3 @@ def _log_plan(
         target.log(logging.WARNING if lines == logging.INFO else lines, "%s", warning)
     for line in plan.log_lines():
         target.log(lines, "%s", line)
-
-
-def calling_trainer(callback: TrainerCallback) -> Any:
-    """Return the Trainer whose event is running, read off the call stack, or ``None``.
-
-    The Trainer hands its events the model, the optimizer and the loaders, but not itself, and there is no
-    event for an exception. The frame that raised the event is a method of the Trainer.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        handler = getattr(candidate, "callback_handler", None)
-        if handler is not None and callback in handler.callbacks:
-            return candidate
-        frame = frame.f_back
-    return None
-
-
-def called_model(trainer: Any, model: nn.Module) -> nn.Module:
-    """Return the model that ``trainer`` calls in training, if that is compiled; else ``model``.
-
-    An event is given the bare model. Where ``torch_compile`` is on, or Accelerate has a dynamo backend, the
-    Trainer trains another object by the time of ``on_train_begin``:
-
-    ===================== ============================================================================
-    the whole model       ``model_wrapped`` is ``torch.compile``'s wrapper around the model, or around
-                          its ``DistributedDataParallel``
-    regional compilation  ``model_wrapped`` is a shallow copy of the model with compiled modules in it:
-                          other modules than those of the bare model, with the same parameters
-    neither               ``model_wrapped`` is the model, or a wrapper around it
-    ===================== ============================================================================
-
-    Hooks on the bare model would be traced into the graph in the first case and never run in the second.
-
-    Args:
-        trainer: the Trainer, in or after ``on_train_begin``; ``None``: not known.
-        model: the bare model that the event was given.
-    """
-    wrapped = getattr(trainer, "model_wrapped", None)
-    if isinstance(wrapped, nn.Module) and any(map(is_compiled, wrapped.modules())):
-        return wrapped
-    return model

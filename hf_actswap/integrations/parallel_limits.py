@@ -14,7 +14,7 @@ from accelerate.utils import DynamoBackend
 from ..errors import ActSwapError, Problem
 
 USE_OUR_TRAINER = (
-    "A callback cannot do that for a model that several ranks hold: use hf_actswap.ActSwapTrainer in place "
+    "A callback cannot save or load a model that several ranks hold: use hf_actswap.ActSwapTrainer in place "
     "of Trainer, or put hf_actswap.ActSwapTrainerMixin in front of your own trainer's class."
 )
 
@@ -55,31 +55,10 @@ def reject_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
 
 def problems_of_trainer(trainer: Any) -> list[Problem]:
     """Return all settings of a trainer that do not work with a model divided among ranks."""
-    return [*_of_arguments(trainer.args), *_of_trainer(trainer)]
-
-
-def reject_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
-    """Raise `ParallelTrainingError` with all settings that need `ActSwapTrainer`, not a callback alone."""
-    args = trainer.args
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    data_parallel_size = args.world_size // tensor_parallel_size
-    asked = (
-        ("save_strategy", strategy, strategy != "no", "no"),
-        ("load_best_model_at_end", "true", args.load_best_model_at_end, "false"),
-        ("push_to_hub", "true", args.push_to_hub, "false"),
-        ("data-parallel size", str(data_parallel_size), data_parallel_size > 1, "1"),
-    )
-    problems = [
-        Problem(name, wanted, found, USE_OUR_TRAINER) for name, found, is_asked, wanted in asked if is_asked
-    ]
-    if problems:
-        raise ParallelTrainingError(problems)
-
-
-def callback_only_error(what: str) -> ParallelTrainingError:
-    """Return the error for a call that a callback alone cannot serve."""
-    problem = Problem(what, "a model that one rank holds", "a part of it", USE_OUR_TRAINER)
-    return ParallelTrainingError([problem])
+    found = [*_of_arguments(trainer.args), *_of_trainer(trainer)]
+    if not getattr(trainer, "holds_parallel_models", False):
+        found.append(Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER))
+    return found
 
 
 def _problem(name: str, found: str, hint: str) -> Problem:

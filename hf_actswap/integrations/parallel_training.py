@@ -18,7 +18,7 @@ loops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,15 +26,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer_pt_utils import find_batch_size
 
 from ..config import ActSwapConfig
 from ..engine.passes import PassOrder
+from ..errors import Problem
+from ..parallel.collectives import reduce_in_place
 from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradient_norm import clip_grad_norm
 from ..parallel.gradients import TaggedGradients, reject_unsummed
+from ..parallel.lost_ranks import LostRanks
 from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
-from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
+from ..parallel.rank_agreement import (
+    RankAgreementError,
+    by_rank,
+    check_agreement,
+    digest,
+    failing_together,
+    parameters_fact,
+)
 from ..plan import MemoryPlan
 from ..planner import PlannedTraining
 from ..report import BytesBar
@@ -62,6 +73,7 @@ class DividedTraining(ABC):
 
     Attributes:
         mesh: mesh of all processes.
+        lost_ranks: names the ranks that have ended, in errors of a training or an evaluation.
         shows_bars: whether rank 0 shows progress bars (the Trainer's ``disable_tqdm``).
         passes: order of forwards and backwards on a pipeline's stage; windows of swapped tensors may reach
             from one into the next. ``None``: there is no pipeline.
@@ -74,6 +86,7 @@ class DividedTraining(ABC):
     def __init__(self, accelerator: Any, mesh: ParallelMesh, model: nn.Module, timeout_s: float) -> None:
         self.mesh, self._accelerator = mesh, accelerator
         self._expects_batch, self._timeout_s = True, timeout_s
+        self._counts_batches, self.lost_ranks = False, LostRanks()
         self.shows_bars = True
         OwnNamesHook().attach(model)
         read_by_data_rank(accelerator, mesh)
@@ -102,9 +115,53 @@ class DividedTraining(ABC):
         """Return the context in which the planners of all ranks decide on their plans."""
         return nullcontext()
 
-    def expect_batch(self) -> None:
-        """Let `check_batch` compare the next batch: a training begins."""
+    def expect_batches(self, loader: Any) -> dict[str, str]:
+        """Let `check_batches` compare what a training reads; return facts about it that ranks must share.
+
+        Args:
+            loader: the data loader of the training.
+        """
         self._expects_batch = True
+        found = length_of(loader)
+        self._counts_batches = found is None
+        return {"batches in an epoch": found or "not known"}
+
+    def check_batches(self, batches: Sequence[Any]) -> None:
+        """Check a step's micro-batches: their number, if that of an epoch is not known, and the first one.
+
+        Raises:
+            RankAgreementError: ranks have read different numbers of batches; or see `check_batch`.
+        """
+        if self._counts_batches:
+            self._check_count(len(batches), "micro-batches of this step")
+        if batches:
+            self.check_batch(batches[0])
+
+    def same_batches(self, loader: Any) -> Any:
+        """Return a loader for an evaluation, which raises an error if ranks have other numbers of batches.
+
+        Every rank must call it, and read the loader to its end.
+
+        Raises:
+            RankAgreementError: ranks have loaders of other lengths, or a rank does not answer.
+        """
+        found = length_of(loader)
+        with failing_together("evaluation", self._timeout_s) as facts:
+            facts["batches of the evaluation"] = found or "not known"
+        if found is not None:
+            return loader
+        return CountedLoader(loader, self._check_count, weighs_last=self.mesh.data_parallel_size == 1)
+
+    def _check_count(self, count: int, what: str) -> None:
+        """Raise an error if ``count`` is not the same on all ranks; every rank must call it."""
+        counts = torch.zeros(dist.get_world_size(), dtype=torch.long, device=self._accelerator.device)
+        counts[dist.get_rank()] = count
+        assert dist.group.WORLD is not None
+        reduce_in_place(counts, dist.group.WORLD)
+        of_rank = {rank: str(found) for rank, found in enumerate(counts.tolist())}
+        if len(set(of_rank.values())) > 1:
+            hint = "Each rank must read equally many batches: give datasets without a length the same number."
+            raise RankAgreementError([Problem(what, "the same on all ranks", by_rank(of_rank), hint)])
 
     def check_batch(self, batch: Any) -> None:
         """Check that the ranks of a group have the same first batch in a training.
@@ -138,6 +195,42 @@ class DividedTraining(ABC):
             yield bar
         finally:
             bar.close()
+
+
+def length_of(loader: Any) -> str | None:
+    """Return how many batches and samples a data loader has; ``None``: that is not known."""
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+    dataset = getattr(loader, "dataset", None)
+    return f"{batches} ({len(dataset)} samples)" if isinstance(dataset, Sized) else str(batches)
+
+
+class CountedLoader:
+    """A data loader without a length: before each batch the ranks compare whether all of them have one.
+
+    Args:
+        loader: the data loader; everything but reading it is left to it.
+        check: raises an error if a number, described by a text, is not the same on all ranks.
+        weighs_last: let the last batch count in the mean loss by its samples. Accelerate does so where it
+            knows the number of samples, or reads for all ranks.
+    """
+
+    def __init__(self, loader: Any, check: Callable[[int, str], None], weighs_last: bool) -> None:
+        self._loader, self._check, self._weighs_last = loader, check, weighs_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for count, batch in enumerate(self._loader, 1):
+            self._check(count, "batches of the evaluation")
+            if self._weighs_last and getattr(self._loader, "end_of_dataloader", False):
+                self._loader.remainder = find_batch_size(batch) or -1  # -1: not known
+            yield batch
+        self._check(count, "batches of the evaluation")  # ranks with more of them are at the next
 
 
 class ParallelTraining(DividedTraining):
@@ -287,6 +380,7 @@ def begin_parallel_training(
     config: ActSwapConfig,
     optimizer: torch.optim.Optimizer | None = None,
     timeout_s: float = 60.0,
+    collectives_s: float | None = None,
 ) -> ParallelTraining:
     """Divide a model among the ranks and set an accelerator up for it. Every rank must call it.
 
@@ -296,6 +390,7 @@ def begin_parallel_training(
         config: a configuration with ``parallel_config``.
         optimizer: built on the whole model, before its first step; its parameters become the divided ones.
         timeout_s: how long ranks wait for each other when they compare what they were given.
+        collectives_s: how long a collective waits; ``None``: as long as PyTorch's groups do.
 
     Raises:
         MeshError: the number of processes does not fit ``tensor_parallel_size``, or they were not started
@@ -310,7 +405,8 @@ def begin_parallel_training(
         facts["processes"] = str(accelerator.num_processes)
         facts["parameters"] = parameters_fact(model)
         facts.update(facts_to_compare(config))
-    mesh = build_mesh(parallel_config.tensor_parallel_size, device_type=accelerator.device.type)
+    size, kind = parallel_config.tensor_parallel_size, accelerator.device.type
+    mesh = build_mesh(size, device_type=kind, timeout_s=collectives_s)
     names = None if optimizer is None else names_of_parameters(model, optimizer)
     patched = patch_model(model, parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
     if optimizer is not None and names is not None:

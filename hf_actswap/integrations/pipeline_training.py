@@ -9,7 +9,7 @@ batches                by data rank (`replicated_batches`); gradient accumulatio
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
 gradients              of tied weights are summed over the stages that hold them, tagged ones over the
-                       tensor axis, then all are averaged over the data axis, once per step
+                       tensor axis, then all are averaged over the data axis, once per optimizer step
 norm and clip          of the whole model, the same on every rank
 random numbers         each stage draws its own in a step, from the seed, the step and the stage; the ranks of
                        its tensor axis draw the same
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig, PipelineSchedule
@@ -38,10 +37,11 @@ from ..errors import Problem
 from ..parallel.gradients import TaggedGradients
 from ..parallel.mesh import (
     REPLICATED_DATA_AXIS,
-    TENSOR_AXIS,
     MeshError,
     ParallelMesh,
     launch_command,
+    mesh_of,
+    own_group,
 )
 from ..parallel.patch_model import patch_model
 from ..parallel.rank_agreement import failing_together
@@ -55,13 +55,13 @@ from ..pipeline import (
     whole_state,
 )
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
-from ..pipeline.stages import layout_of, stage_of_rank
+from ..pipeline.stages import is_cut, layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
 from ..plan.actions import format_scopes
 from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
 from .optimizer_parameters import gathered_entry, names_of_parameters, shard_of_entry
-from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
+from .parallel_limits import problems_of_trainer
 from .parallel_training import DividedTraining
 from .replicated_batches import patched_attribute
 
@@ -108,10 +108,11 @@ class PipelineTraining(DividedTraining):
         self._schedule, self.passes = parallel.schedule, staged.passes
         self._stage_group = stage_group
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
-        self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
+        self._gradients = StageGradients(staged, pipeline_group, device, tensor_group, timeout_s)
         self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
         self._batches: Sequence[Mapping[str, Any]] = ()
         self._losses: Iterator[torch.Tensor] = iter(())
+        self._are_summed = True
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -201,13 +202,24 @@ class PipelineTraining(DividedTraining):
             with self._own_random_numbers(trainer):
                 call = self._call(trainer, num_items_in_batch, len(batches))
                 losses = self._runtime.step(batches, call, self._one_by_one())
-            self._gradients.sum_shared()
-            if self._tagged is not None:
-                self._tagged.reduce()
-            if self.mesh.data_parallel_size > 1:
-                self._gradients.average_over_data(self.mesh.data_parallel_group)
+            self._are_summed = False
             self._losses = iter(losses)
         return next(self._losses)
+
+    def _sum_gradients(self) -> None:
+        """Sum or average gradients over the ranks that share them, unless that is done in this step.
+
+        Not after each schedule: where a dataset without a length ends in mid-step, the Trainer makes no
+        optimizer step, and the next epoch's gradients are added to these.
+        """
+        if self._are_summed:
+            return
+        self._are_summed = True
+        self._gradients.sum_shared()
+        if self._tagged is not None:
+            self._tagged.reduce()
+        if self.mesh.data_parallel_size > 1:
+            self._gradients.average_over_data(self.mesh.data_parallel_group)
 
     def _one_by_one(self) -> bool:
         """Whether a planner of this pipeline is in its warm-up, which records one micro-batch at a time.
@@ -281,12 +293,14 @@ class PipelineTraining(DividedTraining):
         Returns:
             The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
         """
+        self._sum_gradients()
         norm = self._gradients.norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def check_summed(self) -> None:
-        """Do nothing: `training_step` sums the gradients after each schedule."""
+        """Sum the gradients, if nothing has clipped them in this step: the optimizer's step follows."""
+        self._sum_gradients()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -389,6 +403,14 @@ class PipelineTraining(DividedTraining):
         ]
 
 
+_CUT_BEFORE = Problem(
+    "model",
+    "a whole model",
+    "one that another training has cut into stages",
+    "Load it again, for example from that training's checkpoint.",
+)
+
+
 def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     """Check that a Trainer's model can be cut into stages; return it in stages, with nothing freed yet.
 
@@ -411,6 +433,8 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         raise MeshError([Problem("parallel_config.pipeline_stage", expected, found, hint)])
     if problems := list(_problems_of_settings(trainer, config)):
         raise PipelineError(problems)
+    if is_cut(trainer.model):
+        raise PipelineError([_CUT_BEFORE])
     structure = model_structure(trainer.model)
     layout = layout_of(structure, parallel)
     stage = stage_of_rank(trainer.args.process_index, world_size, stages)
@@ -450,19 +474,20 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
         )
     kind, size = trainer.accelerator.device.type, parallel.tensor_parallel_size
     models, timeout_s = trainer.args.world_size // (stages * size), trainer.args.ddp_timeout
-    names = (REPLICATED_DATA_AXIS, TENSOR_AXIS)
-    axes = init_device_mesh(kind, (stages, models, size), mesh_dim_names=("pp", *names))
-    by_model = axes.mesh.transpose(0, 1).reshape(models, stages * size)
-    mesh = ParallelMesh(DeviceMesh(kind, by_model, mesh_dim_names=names))
-    pipeline_group, tensor_group = axes.get_group("pp"), None
+    ranks = torch.arange(stages * models * size).view(stages, models, size)
+    by_model = ranks.transpose(0, 1).reshape(models, stages * size)
+    model_group = own_group(by_model.tolist(), timeout_s)
+    mesh = mesh_of(by_model, kind, REPLICATED_DATA_AXIS, model_group, timeout_s)
+    stage_group = own_group(ranks.view(stages, -1).tolist(), timeout_s)
+    pipeline_group, tensor_group = model_group, None
     if size > 1:
-        tensor_group = axes.get_group(TENSOR_AXIS)
+        pipeline_group = own_group(ranks.view(stages, -1).T.tolist(), timeout_s)
+        tensor_group = own_group(ranks.view(-1, size).tolist(), timeout_s)
         patch_model(trainer.model, parallel, tensor_group, timeout_s=timeout_s)
         whole = staged
         staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
         check_cut(staged, trainer.accelerator.autocast)
     staged.cut()
-    stage_group, _ = dist.new_subgroups(models * size)
     return PipelineTraining(
         trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, stage_group, timeout_s
     )
@@ -499,9 +524,7 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
     parallel = config.parallel_config
     args, expected = trainer.args, "a setting that goes with a pipeline (parallel_config.schedule)"
     for problem in problems_of_trainer(trainer):
-        yield replace(problem, expected=expected)
-    if not getattr(trainer, "holds_parallel_models", False):
-        yield Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER)
+        yield problem if problem.where == "Trainer" else replace(problem, expected=expected)
     yield from _problems_of_planning(config)
     if config.stacks:
         yield Problem("stacks", "no other stack of layers", ", ".join(config.stacks), "Leave it out.")

@@ -31,7 +31,7 @@ from ..plan.model_structure import unwrapped
 from ..planner import CountingMeter, Planner
 from ..planner.meter import baseline_tensors, device_name
 from ..report.run_files import PLANNER, RUN, SAVING, RecordedStages, RunFiles
-from ..report.saving import COUNTED, Saving
+from ..report.saving import Saving, saving_of
 from ..version import __version__
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class RunRecord:
 
     Args:
         output_dir: folder in which ``actswap/`` is made; files of an earlier run there are replaced.
+            ``None``: nothing is written.
         model: the model in training.
         applied: the plan on it, or the planner that changes the plan.
         optimizer: the model's optimizer; its states are counted on the CPU, which has no allocator to ask.
@@ -67,7 +68,7 @@ class RunRecord:
 
     def __init__(
         self,
-        output_dir: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str] | None,
         model: nn.Module,
         applied: AppliedPlan | Planner,
         *,
@@ -148,41 +149,23 @@ class RunRecord:
         self._files.add_step(found)
         self._write_decisions(planner)
 
-    def saving(self) -> Saving | None:
-        """Return the memory that the plan saves in a step, and the step's time; ``None``: not known yet."""
+    def saving(self) -> Saving:
+        """Return what is known of the memory that the plan saves in a step, and of the step's time."""
         found = self._saving()
-        if found is None or found.step_ms is not None or not self._step_ms:
+        if found.step_ms is not None or not self._step_ms:
             return found
         # The first line's time contains the preparations of a training.
         return replace(found, step_ms=median(self._step_ms[1:] or self._step_ms))
 
-    def _saving(self) -> Saving | None:
+    def _saving(self) -> Saving:
         """Return the same as `saving` without the median step time, which each line of the log can afford."""
-        planner = self._applied if isinstance(self._applied, Planner) else None
-        if planner is not None and planner.outcome is not None:
-            found = planner.outcome
-            saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
-            times_ms = found.step_ms, found.without_step_ms, self._stall_ms
-            peak_bytes = None if planner.trials else self._peak_bytes()  # a plan file's is of another run
-            return Saving(saved_bytes, found.source, peak_bytes or found.peak_bytes, *times_ms)
-        applied = self._applied.final_plan if isinstance(self._applied, Planner) else self._applied
-        if applied is None:
-            return None
-        if applied.plan.tiles or applied.plan.streamed:
-            why = "what it would be without tiles or chunks is not known"
-            return Saving(None, why, self._peak_bytes(), stall_ms=self._stall_ms)
-        if not applied.plan.rows:
-            return Saving(0, "it keeps everything", self._peak_bytes())
-        total = applied.stats()
-        if applied.dropped_bytes is None or not total.forwards:
-            return None
-        saved_bytes = applied.dropped_bytes + total.offloaded_bytes // total.forwards
-        return Saving(saved_bytes, COUNTED, self._peak_bytes(), stall_ms=self._stall_ms)
+        return saving_of(self._applied, self._peak_bytes(), self._stall_ms)
 
-    def as_log(self) -> dict[str, float]:
-        """Return numbers for a training log: peak and saved memory, and the allocator's reserved peak."""
-        saving = self._saving()
-        found = {} if saving is None else saving.as_log()
+    def as_log(self, full: bool = True) -> dict[str, float]:
+        """Return numbers for a training log: peak and saving; with ``full`` the allocator's peak too."""
+        found = self._saving().as_log()
+        if not full:
+            return found
         if held_bytes := self._device_memory().get("reserved_peak_bytes"):
             found["actswap_device_peak_gib"] = gib(held_bytes)
         return found
@@ -197,9 +180,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Write the final files and stop measuring; the training ended or failed. Safe to call again."""
-        saving = self.saving()
-        if saving is not None:
-            self._files.write(SAVING, asdict(saving))
+        self._files.write(SAVING, asdict(self.saving()))
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()

@@ -1,6 +1,6 @@
 """Lets all processes have the same configuration, from the Hub at the same commit.
 
-Also sets up where log lines go: the console of rank 0, and a file per process in the reference's format.
+Also writes a file of log lines per process, in the reference's format.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..config.reader import SHOWN_CHARACTERS, show, where
 from ..errors import ConfigError
 from ..parallel.rank_agreement import digest, failing_together
 from ..plan import MemoryPlan
+from ..report import console_logging
 
 logger = logging.getLogger(__name__)
 
@@ -106,23 +107,3 @@ def worker_log(path: str, append: bool = False) -> Iterator[logging.Logger]:
             file.write(text.getvalue())
     except OSError as error:
         logger.warning("%s cannot be written (%s). The training goes on.", path, error.strerror)
-
-
-@contextmanager
-def console_logging(logger: logging.Logger) -> Iterator[None]:
-    """Let INFO lines of ``logger`` reach the console where the program has not configured logging at all.
-
-    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself.
-    """
-    if logger.hasHandlers():
-        yield
-        return
-    handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

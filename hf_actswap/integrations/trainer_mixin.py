@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import Problem, short_traceback
-from ..parallel.collectives import lost_rank_error
 from ..parallel.mesh import ParallelMesh
 from ..pipeline import PipelineError
 from .callback import ActSwapCallback
@@ -113,23 +112,11 @@ class ActSwapTrainerMixin:
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's step; if a rank has ended, say so in an error, also where DDP notices it.
-
-        In a pipeline all micro-batches of a step run when the first one is asked for.
-
-        Raises:
-            LostRankError: a rank has ended, or does not answer.
-        """
+        """Run the Trainer's step; in a pipeline all micro-batches run when the first one is asked for."""
         stock = super().training_step  # type: ignore[misc]
         if self.parallel is None:
             return stock(*args, **kwargs)
-        try:
-            return self.parallel.training_step(self, stock, *args, **kwargs)
-        except RuntimeError as error:
-            lost = lost_rank_error(error, None)
-            if lost is None:
-                raise
-            raise lost from None
+        return self.parallel.training_step(self, stock, *args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the Trainer does; its scale counts each model once, not each rank."""
@@ -145,6 +132,19 @@ class ActSwapTrainerMixin:
         loss, logits, labels = self._predicted(model, inputs, *args, **kwargs)
         return None if loss is None else mean_over_data_ranks(loss, mesh), logits, labels
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's loop, in which all ranks must have equally many batches.
+
+        Raises:
+            LostRankError: a rank has ended, or does not answer.
+            RankAgreementError: ranks have other numbers of batches.
+        """
+        stock = super().evaluation_loop  # type: ignore[misc]
+        if self.parallel is None:
+            return stock(dataloader, *args, **kwargs)
+        with self.parallel.lost_ranks.named():
+            return stock(self.parallel.same_batches(dataloader), *args, **kwargs)
+
     def _predicted(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step  # type: ignore[misc]
         if self.parallel is None:
@@ -159,11 +159,12 @@ class ActSwapTrainerMixin:
             return
         # `push_to_hub` calls save_model within save_model: the weights gathered before are used up by then.
         # Not gathered for one rank only: with save_on_each_node several ranks write.
-        self._whole_weights = self.parallel.whole_weights(self.args.should_save)
-        try:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        finally:
-            self._whole_weights = None
+        with self.parallel.lost_ranks.named():
+            self._whole_weights = self.parallel.whole_weights(self.args.should_save)
+            try:
+                super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            finally:
+                self._whole_weights = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.parallel is not None and state_dict is None and self.args.should_save:
@@ -186,8 +187,8 @@ class ActSwapTrainerMixin:
         return wrap_model(self, self.parallel, model)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
-        if self.parallel is not None and batch_samples:
-            self.parallel.check_batch(batch_samples[0])
+        if self.parallel is not None:
+            self.parallel.check_batches(batch_samples)
         with self._declared():
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 

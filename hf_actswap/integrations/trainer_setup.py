@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from ..config import ActSwapConfig
 from ..errors import Problem
 from ..parallel.mesh import MeshError, launch_command, started_processes
 from ..parallel.rank_agreement import failing_together, parameters_fact
-from .parallel_limits import callback_only_error, reject_for_callback, reject_unsupported
+from .parallel_limits import reject_unsupported
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .pipeline_training import PipelineTraining, pipeline_of, stage_model
 from .shared_config import facts_to_compare
@@ -75,27 +74,20 @@ def _gather_by_model(trainer: Any) -> None:
 def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
     """Divide a Trainer's model among the ranks, and prepare the Trainer for it.
 
-    A Trainer with `ActSwapTrainerMixin` has the methods that a divided model needs. On any other Trainer
-    those that training needs are set on the object itself, and those that save or load raise.
-
     Raises:
         MeshError, RankAgreementError, PatchError: see `begin_parallel_training`.
-        ParallelTrainingError: a setting of the Trainer does not work with a divided model.
+        ParallelTrainingError: the Trainer lacks `ActSwapTrainerMixin`, or a setting does not work with a
+            divided model.
     """
-    size = config.parallel_config.tensor_parallel_size
-    can_do_more = getattr(trainer, "holds_parallel_models", False)
     with failing_together("training arguments", trainer.args.ddp_timeout) as facts:
-        reject_unsupported(trainer, size)
-        if not can_do_more:
-            reject_for_callback(trainer, size)
+        reject_unsupported(trainer, config.parallel_config.tensor_parallel_size)
         facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
+    limit_s = trainer.args.ddp_timeout
     parallel = begin_parallel_training(
-        trainer.accelerator, trainer.model, config, trainer.optimizer, trainer.args.ddp_timeout
+        trainer.accelerator, trainer.model, config, trainer.optimizer, limit_s, limit_s
     )
     _gather_by_model(trainer)
     trainer.parallel = parallel
-    if not can_do_more:
-        _serve_training_only(trainer, parallel)
     return parallel
 
 
@@ -106,28 +98,6 @@ def wrap_model(trainer: Any, parallel: ParallelTraining | PipelineTraining, mode
     """
     asked = trainer.args.ddp_find_unused_parameters
     return parallel.wrap(model, {} if asked else {"find_unused_parameters": False})
-
-
-def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
-    """Set the methods that training needs on a Trainer without the mixin; let saving and loading raise."""
-
-    def wrapped(model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return wrap_model(trainer, parallel, model) if training else model
-
-    count: Callable[..., Any] = trainer._get_num_items_in_batch
-
-    def checked(batch_samples: Any, device: Any) -> Any:
-        if batch_samples:
-            parallel.check_batch(batch_samples[0])
-        return count(batch_samples, device)
-
-    def rejected(name: str, *_: Any, **__: Any) -> None:
-        raise callback_only_error(f"Trainer.{name}")
-
-    trainer._wrap_model, trainer._get_num_items_in_batch = wrapped, checked
-    trainer.get_tp_size = lambda: parallel.ranks_per_model
-    for name in ("save_model", "push_to_hub", "_load_from_checkpoint"):
-        setattr(trainer, name, functools.partial(rejected, name))
 
 
 def started_together() -> bool:

@@ -7,10 +7,7 @@ so far, and `Pending.wait` makes the current stream wait for the collective; the
 Fake tensors (a forward that only records what a model does) get fake results, without waiting for other
 ranks.
 
-When a rank dies in the middle of a training, the error on every other rank names it by its number. The
-backend says only that a connection was closed, by an address, or that a time-out has passed. So the ranks
-that notice write into the key-value store of the process group that they are alive, and find out which ranks
-do not.
+When a rank dies in the middle of a training, the error on every other rank names it (`lost_ranks`).
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .rank_agreement import answering_ranks
+from .lost_ranks import lost_rank_error
 
 
 class Pending:
@@ -214,56 +211,3 @@ def _collective(name: str, name_before: str) -> Callable[..., Any]:
     """Return a collective by its name since torch 2.13, or else by its older name."""
     found: Callable[..., Any] | None = getattr(dist, name, None)
     return found if found is not None else getattr(dist, name_before)
-
-
-ANSWER_LIMIT_S = 5.0
-"""How long a rank that has lost another waits for the other ranks to notice too, in seconds."""
-
-_SIGNS = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
-"""Parts of the backends' messages when a peer has ended, in lower case."""
-
-
-class LostRankError(RuntimeError):
-    """A rank has ended, or does not answer, so that the other ranks cannot go on."""
-
-
-def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> LostRankError | None:
-    """Return the exception to raise in place of a collective's error; ``None``: it has another cause.
-
-    Waits up to `ANSWER_LIMIT_S` for the other ranks of the group.
-
-    Args:
-        error: the error that the backend raised.
-        group: the group of the collective; ``None``: all ranks, or unknown.
-    """
-    text = str(error)
-    if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):
-        return None
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    first_line = text.splitlines()[0] if text else type(error).__name__
-    return LostRankError(
-        f"rank {dist.get_rank()}: a collective of ranks {ranks} failed, because a rank has ended or does not "
-        f"answer. {_who(ranks)} Look for the first error of that process, and start all of them again from "
-        f"the last checkpoint. The backend says: {first_line}"
-    )
-
-
-def _who(ranks: list[int]) -> str:
-    try:
-        silent = _silent(ranks)
-    except RuntimeError:
-        return (
-            "The store of the process group is gone too: look at the process that serves it, usually rank 0."
-        )
-    if not silent:
-        return "All of them noticed: one of another group has ended."
-    return f"No sign within {ANSWER_LIMIT_S:g} s of: {', '.join(f'rank {rank}' for rank in silent)}."
-
-
-def _silent(ranks: list[int]) -> list[int]:
-    """Return the ranks that have not reported a lost rank."""
-    store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    keys = {rank: f"hf_actswap/lost/{rank}" for rank in ranks}
-    store.set(f"hf_actswap/lost/{own}", "here")
-    noticed = answering_ranks(store, keys, ANSWER_LIMIT_S)
-    return [rank for rank in ranks if rank not in noticed]

@@ -109,6 +109,11 @@ def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegi
     names = {id(module): name for name, module in model.named_modules()}
     ranks = region.group.size()
     found: dict[Problem, None] = {}
+    for name, value in decoder.family.settings.items():
+        if (present := getattr(decoder.base.config, name, value)) != value:
+            expected = f"{name}={value!r} where layers are divided"
+            hint = f"Load the model with {name}={value!r}."
+            yield Problem(f"model.config.{name}", expected, repr(present), hint)
     for layer in decoder.layers:
         for block in decoder.blocks(layer):
             division = Division.of(decoder.base.config, layer, block, ranks)

@@ -67,6 +67,7 @@ class Family:
         token_arguments: arguments of a layer that have a row (ids: a number) for each token.
         sequence_dim: dim of the sequence in the hidden states that a layer gets.
         no_sequence: why layers cannot work on parts of the sequence; empty if they can.
+        settings: values that the model's configuration must have for its layers to be divided.
     """
 
     norms: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class Family:
     token_arguments: tuple[str, ...] = ()
     sequence_dim: int = -2
     no_sequence: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 PRE_NORM = Family({"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"})
@@ -92,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("deepseek_v4", "hy_v4"), HYPER_CONNECTIONS),
     **dict.fromkeys(("zamba", "zamba2"), ZAMBA),
+    "big_bird": Family(settings={"attention_type": "original_full"}),  # else heads draw what they attend to
     "blt": Family(no_sequence="it has several stacks of layers, over bytes and over patches"),
     "doge": Family(undivided=("self_attn",)),
     "gemma3n_text": Family(

@@ -10,12 +10,13 @@ loaders divide ``tp`` out of the process index and count ``dp_replicate`` or ``d
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ActSwapError, Problem
 
@@ -85,6 +86,7 @@ def build_mesh(
     device_type: str | None = None,
     tensor_parallel_group: dist.ProcessGroup | None = None,
     environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
 ) -> ParallelMesh:
     """Build the mesh of all processes; every rank must call it.
 
@@ -94,6 +96,7 @@ def build_mesh(
         device_type: type of the devices; ``None``: the accelerator's, or ``cpu`` if there is none.
         tensor_parallel_group: this rank's group, if the caller has one already; it is only checked.
         environment: variables that the launcher set; ``None``: `os.environ`.
+        timeout_s: how long a collective waits; ``None``: as long as PyTorch's groups do.
 
     Raises:
         MeshError: the processes do not fit, or were not started together (see `check_processes`); or the
@@ -103,9 +106,50 @@ def build_mesh(
     world_size = dist.get_world_size()
     if tensor_parallel_group is not None:
         check_innermost(tensor_parallel_group, tensor_parallel_size)
-    shape = (world_size // tensor_parallel_size, tensor_parallel_size)
+    table = torch.arange(world_size).view(-1, tensor_parallel_size)
     kind = device_type or _device_type()
-    return ParallelMesh(init_device_mesh(kind, shape, mesh_dim_names=(data_axis, TENSOR_AXIS)))
+    return mesh_of(table, kind, data_axis, own_group(table.tolist(), timeout_s), timeout_s)
+
+
+def mesh_of(
+    table: torch.Tensor,
+    device_type: str,
+    data_axis: str,
+    group: dist.ProcessGroup,
+    timeout_s: float | None = None,
+) -> ParallelMesh:
+    """Return a mesh of ranks in another order than `build_mesh` puts them; every rank must call it.
+
+    Args:
+        table: all ranks, ``[models, ranks per model]``.
+        device_type: type of the devices.
+        data_axis: name of the data axis.
+        group: the ranks of this rank's row.
+        timeout_s: see `build_mesh`.
+    """
+    columns = own_group(table.T.tolist(), timeout_s)
+    names = (data_axis, TENSOR_AXIS)
+    return ParallelMesh(DeviceMesh.from_group([columns, group], device_type, table, mesh_dim_names=names))
+
+
+def own_group(table: Sequence[Sequence[int]], timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Make a process group of each row of ``table``; return this rank's. Every rank must call it.
+
+    PyTorch names a group by how many groups this process has made or, if only the group's own ranks make it
+    (``use_local_synchronization``), by how many it belongs to. Ranks whose numbers differ wait for each other
+    under different names, for ever. So all ranks make all groups here, and each belongs to exactly one.
+
+    Args:
+        table: rows that have each rank of the world once.
+        timeout_s: how long a collective of the group waits; ``None``: as long as PyTorch's groups do.
+    """
+    if len(table) == 1:
+        found = dist.group.WORLD
+    else:
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        found, _ = dist.new_subgroups_by_enumeration([list(row) for row in table], timeout=limit)
+    assert found is not None
+    return found
 
 
 def check_processes(tensor_parallel_size: int, environment: Mapping[str, str] | None = None) -> None:

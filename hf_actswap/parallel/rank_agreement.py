@@ -244,14 +244,19 @@ def _differences(found: Mapping[int, str]) -> list[Problem]:
         return [Problem(f"rank {rank}", "no error on any rank", error) for rank, error in failed.items()]
     problems = []
     for key in dict.fromkeys(key for of_rank in facts.values() for key in of_rank):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, of_rank in facts.items():
-            ranks_of.setdefault(of_rank.get(key, "(nothing)"), []).append(rank)
-        if len(ranks_of) > 1:
-            values = "; ".join(f"{value} on {_listed(ranks)}" for value, ranks in ranks_of.items())
-            hint = "Start all ranks with the same configuration, code and model."
-            problems.append(Problem(key, "the same on all ranks", values, hint))
+        values = {rank: of_rank.get(key, "(nothing)") for rank, of_rank in facts.items()}
+        if len(set(values.values())) > 1:
+            hint = "Start all ranks with the same configuration, code, model and data."
+            problems.append(Problem(key, "the same on all ranks", by_rank(values), hint))
     return problems
+
+
+def by_rank(values: Mapping[int, str]) -> str:
+    """Return which ranks have which of the values: ``4 on ranks 0, 1; 2 on rank 2``."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {_listed(ranks)}" for value, ranks in ranks_of.items())
 
 
 def _rejections(verdicts: Mapping[int, str]) -> list[Problem]:

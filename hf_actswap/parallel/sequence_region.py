@@ -84,6 +84,8 @@ class SequenceRegion:
         head_returns_parts: whether the head returns parts of the vocabulary, because the loss is replaced.
     """
 
+    part_of_the_model = True  # what it has switched in layers must agree with what it knows of it
+
     def __init__(
         self, group: dist.ProcessGroup, enabled: bool, reduce_dtype: torch.dtype | None = torch.float32
     ) -> None:

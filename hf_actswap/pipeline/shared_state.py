@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.gradient_norm import get_grad_norm
+from ..parallel.mesh import own_group
 from ..parallel.weights import whole_of_ranks
 from .stages import StagedModel
 
@@ -24,13 +25,14 @@ Value = TypeVar("Value")
 class StageGradients:
     """Sums and norm of the gradients of a staged model.
 
-    Every rank of the pipeline makes one; its methods are collective.
+    Every rank makes one, also those of other pipelines; its methods are collective.
 
     Args:
         staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
         device: device of this rank.
         tensor_group: the tensor-parallel ranks of this stage; ``None``: this rank holds the stage alone.
+        timeout_s: how long a collective waits; ``None``: as long as PyTorch's groups do.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class StageGradients:
         group: dist.ProcessGroup,
         device: torch.device,
         tensor_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._staged, self._group, self._device = staged, group, device
         self._tensor_group = tensor_group
@@ -47,12 +50,11 @@ class StageGradients:
         for name in self._names:
             if len(holders := staged.holders(name)) > 1:
                 self._shared.setdefault(holders, []).append(name)
-        ranks = dist.get_process_group_ranks(group)
-        self._groups = {
-            holders: dist.new_group([ranks[stage] for stage in holders], use_local_synchronization=True)
-            for holders in self._shared
-            if staged.stage in holders
-        }
+        self._groups = {}
+        for holders in sorted(self._shared):
+            found = _group_of_holders(holders, group, staged.layout.pp, timeout_s)
+            if staged.stage in holders:
+                self._groups[holders] = found
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the trained parameters of this rank by name."""
@@ -94,6 +96,23 @@ class StageGradients:
             found[1, at] = 1.0
         dist.all_reduce(found, group=self._group)
         return torch.linalg.vector_norm(found[0][found[1] > 0], norm_type)
+
+
+def _group_of_holders(
+    holders: tuple[int, ...], pipeline: dist.ProcessGroup, stages: int, timeout_s: float | None
+) -> dist.ProcessGroup:
+    """Make, in all pipelines, a group of the stages in ``holders`` and one of the others; return this rank's.
+
+    Every rank must call it (`own_group`).
+    """
+    if len(holders) == stages:
+        return pipeline
+    others = [stage for stage in range(stages) if stage not in holders]
+    width = dist.get_world_size() // stages  # stages are the outermost axis (`stage_of_rank`)
+    table = [
+        [stage * width + column for stage in part] for column in range(width) for part in (holders, others)
+    ]
+    return own_group(table, timeout_s)
 
 
 def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

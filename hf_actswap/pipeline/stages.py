@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,12 +226,6 @@ class StagedModel:
         self._holders: dict[str, set[int]] = {}
         self._find_holders()
 
-    def as_stage(self, stage: int) -> StagedModel:
-        """Return this model, before `cut`, as a rank of another stage sees it."""
-        other = copy(self)
-        other.stage, other._arrangements = stage, {}
-        return other
-
     @property
     def own_chunks(self) -> tuple[Chunk, ...]:
         """The chunks of this rank."""
@@ -277,6 +270,9 @@ class StagedModel:
             own.add("embedding")
         if self.is_last:
             own |= {"final_norm", "head"}
+        made_for = plan.fingerprint
+        if made_for is not None:  # a stage may train all of its weights where the model does not
+            made_for = replace(made_for, trained=None, dtype=None)
         lines = [line for line in plan.lines if (at := _LAYER.search(line)) is None or int(at[1]) in own]
         return replace(
             plan,
@@ -284,6 +280,7 @@ class StagedModel:
             lines=tuple(lines),
             tiles=tuple(tile for tile in plan.tiles if tile.scope in own),
             keeps_gathered=tuple(layer for layer in plan.keeps_gathered if layer in own),
+            fingerprint=made_for,
         )
 
     def _problems(self) -> Iterator[Problem]:
@@ -424,6 +421,11 @@ class StagedModel:
             return output, relay.sent
         finally:
             relay.received = relay.sent = None
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Return whether stand-ins are in a model: `StagedModel.cut` has been called, and not `restore`."""
+    return any(isinstance(module, (PassThrough, NoEmbedding)) for module in model.modules())
 
 
 def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:

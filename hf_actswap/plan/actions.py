@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from ..config.json_documents import Bytes, Count, JsonReader, Rule, is_share
 from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import PlanError
+from .fingerprint import Fingerprint
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
 FATES: Mapping[Fate, str] = {
@@ -187,6 +188,8 @@ class MemoryPlan:
         tiles: the parts of the model that run over pieces of the tokens. The JSON has this key only if there
             are any.
         streamed: how the sequence is streamed; ``None``: it is not (then the JSON has no such key).
+        fingerprint: the model and the batch that the plan was made for; ``None``: not known (then the JSON
+            has no such key). `hf_actswap.apply` rejects another model.
         lines: the log lines that MindFormers would write, without warnings.
         warnings: the warnings that MindFormers would write about conflicting keys.
         unsupported: requested policies that this version resolves but cannot apply, by name;
@@ -205,6 +208,7 @@ class MemoryPlan:
     fused_recompute: bool = False
     tiles: tuple[Tile, ...] = ()
     streamed: SequenceChunks | None = None
+    fingerprint: Fingerprint | None = None
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
@@ -258,8 +262,9 @@ class MemoryPlan:
         document.update(asdict(self))
         if not self.tiles:
             del document["tiles"]
-        if self.streamed is None:
-            del document["streamed"]
+        for name in ("streamed", "fingerprint"):
+            if document[name] is None:
+                del document[name]
         return json.dumps(document, indent=1)
 
     @classmethod

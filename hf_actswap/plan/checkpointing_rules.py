@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import Problem
 from .actions import MemoryPlan, Scope, format_scopes
-from .gradient_checkpointing import is_checkpointed
+from .gradient_checkpointing import checkpointing_argument, is_checkpointed
 from .model_structure import OUTPUT
 
 _ON = "gradient checkpointing switched on"
@@ -32,7 +32,7 @@ def problems_of_checkpointing(
     if recomputed := {row.scope for row in plan.rows if row.fate == "recompute"}:
         where = format_scopes(recomputed)
         hint = (
-            "Use recompute_config and switch gradient checkpointing off (gradient_checkpointing=False): "
+            f"Use recompute_config and switch gradient checkpointing off ({checkpointing_argument()}=False): "
             "{recompute: true} does the same, and it can name layers and ops."
         )
         expected = "gradient checkpointing or a recompute_config that recomputes something, not both"
@@ -60,7 +60,7 @@ def _unseen(layer: nn.Module) -> Problem | None:
         expected = "gradient checkpointing with use_reentrant=False beside swap"
         hint = (
             "A reentrant checkpoint makes a layer one operator, and windows count operators. Write "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            f'{checkpointing_argument()}_kwargs={{"use_reentrant": False}}.'
         )
         return Problem("model", expected, f"{_ON}, with use_reentrant=True", hint)
     return None

@@ -26,13 +26,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import uninterrupted
 from .compiled import named_op_modules
 from .mindformers_names import EXPERTS_MODULE
+from .unchanged import PART_OF_THE_MODEL, unchanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
+_HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
 """Modules of transformers whose hooks stay: a forward reads what they collect (router logits)."""
-
-_PART = "part_of_the_model"
-"""Attribute that marks hooks that stay: a patched model does not compute without them."""
 
 _ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
@@ -58,7 +56,7 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
     """Take off the hooks of all modules, and the global module hooks; put them back in order at the end.
 
     The dictionaries stay the same objects, so that handles given out earlier still remove their hooks. A hook
-    that the model itself registers meanwhile stays.
+    that the model itself registers meanwhile is removed; `unchanged` removes the mark that it did.
     """
     # By identity: regional compilation makes copies of modules that share their dictionaries.
     places: dict[int, _Hooks] = {}
@@ -74,15 +72,14 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
     try:
         for hooks, before in saved:
             for number, hook in before.items():
-                if getattr(hook, "__module__", None) not in _PART_OF_THE_MODEL and not hasattr(hook, _PART):
+                of_transformers = getattr(hook, "__module__", None) in _HOOKS_OF_TRANSFORMERS
+                if not of_transformers and not hasattr(hook, PART_OF_THE_MODEL):
                     del hooks[number]
         yield
     finally:
         for hooks, before in saved:
-            during = dict(hooks)
             hooks.clear()
             hooks.update(before)
-            hooks.update(during)
 
 
 @contextmanager
@@ -189,6 +186,8 @@ def fakes_only() -> Iterator[None]:
 def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Prepare a call of ``model`` on fake tensors: its hooks are off, and nothing is compiled.
 
+    What the call changes in the model is put back (`unchanged`).
+
     Args:
         model: the model that will be called inside the context.
         kwargs: keyword arguments of the real call.
@@ -198,7 +197,7 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
     """
     named = without_idle_mask(kwargs)
     packed = nullcontext() if holds_several_sequences(named) else assume_unpacked_rows()
-    with uninterrupted(), silenced_log(), hooks_off(model), packed, fakes_only():
+    with uninterrupted(), silenced_log(), unchanged(model), hooks_off(model), packed, fakes_only():
         yield named
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .actions import OUTPUT, OpCall, Scope
 from .compiled import called_modules, is_compiled, named_op_modules, uncompiled
 from .dry_run import no_backward
+from .exchanged_weights import exchanged
 from .opnames import OpStack, function_name
 from .record import (
     LAYER_INPUT,
@@ -144,8 +144,8 @@ class ForwardRecorder(TorchFunctionMode):
         """
         self.own(state.values(), None)
         self.own(tree_leaves((args, kwargs)), None)
-        with self.installed(root), self:
-            functional_call(model, state, args, kwargs)
+        with self.installed(root), self, exchanged(model, state):
+            model(*args, **kwargs)
 
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:

@@ -24,16 +24,18 @@ class BudgetError(PlanError):
 
     Attributes:
         least_bytes: the least peak that any plan reaches; 0: no plan was searched.
+        budget_bytes: the budget that it was compared with; 0: none.
     """
 
     subject = "memory budget"
     least_bytes = 0
+    budget_bytes = 0
 
     def with_hint(self, hint: str) -> BudgetError:
         """Return the same error, with one hint more."""
         (problem,) = self.problems
         error = BudgetError([replace(problem, hint=f"{problem.hint} {hint}".strip())])
-        error.least_bytes = self.least_bytes
+        error.least_bytes, error.budget_bytes = self.least_bytes, self.budget_bytes
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,7 +114,7 @@ def impossible(
     names = tile_names(tiles)
     tiled = f", with {names} in tiles" if names else ""
     error = BudgetError([_impossible(memory, budget, least_bytes, unplanned_peak_bytes, tiled)])
-    error.least_bytes = least_bytes
+    error.least_bytes, error.budget_bytes = least_bytes, budget
     return error
 
 
@@ -127,5 +129,7 @@ def _impossible(
     hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
     if memory.preference == "performance":
         hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
+    if memory.mode == "smart_swap" and not tiled:
+        hint = "In tiles (`tile_config: {loss: auto}`, or `mode: adaptive`) it needs less. " + hint
     expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches{tiled}"
     return Problem("memory.budget_gib", expected, found, hint)

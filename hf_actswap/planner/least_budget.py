@@ -13,9 +13,13 @@ import contextvars
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from math import prod
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,17 +27,24 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.stats import gib_text
+from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import unwrapped
 from ..plan.tile_ladder import tile_names
 from .budget import limits_of
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes
-from .run import PlannedTraining
+from .run import ApplyTiles, PlannedTraining
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_kinds import expected_state_bytes, inner_optimizer
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+_LESS = 0.99
+"""Tiles are pointed to if they lower the least budget to less than this share."""
 
 
 class LeastBudget:
@@ -43,10 +54,20 @@ class LeastBudget:
         training: the model and, if known, its optimizer. States not made yet are counted as Adam's would be.
         fixed: returns the fates written by hand, with the current tiles.
         device: name of the model's device.
+        put_tiles: puts tiles on the model and returns what takes them off.
+        ladder: plans with more and more in tiles that the planner may choose.
     """
 
-    def __init__(self, training: PlannedTraining, fixed: Callable[[], MemoryPlan], device: str) -> None:
-        self._rates = known_device_or_default(device)
+    def __init__(
+        self,
+        training: PlannedTraining,
+        fixed: Callable[[], MemoryPlan],
+        device: str,
+        put_tiles: ApplyTiles = lambda _: [],
+        ladder: Iterable[MemoryPlan] = (),
+    ) -> None:
+        self._put_tiles, self._ladder = put_tiles, ladder
+        self._rates, self._workspaces = known_device_or_default(device), device != "cpu"
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
@@ -69,7 +90,23 @@ class LeastBudget:
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Return the least peak of any plan for a forward with these arguments; ``None``: it is not known."""
         self.forward_starts(self._root, args, kwargs)
-        return self._computed()
+        return self._computed(self._fixed())
+
+    def least_in_tiles(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[int, MemoryPlan] | None:
+        """Return the least peak in all tiles that the planner may choose, and the plan with these tiles.
+
+        Args:
+            args, kwargs: those of the coming forward; none: the last forward's.
+        """
+        if args or kwargs:
+            self.forward_starts(self._root, args, dict(kwargs))
+        plans = [self._fixed(), self._more_tiled()]
+        found = [(self._computed(plan), plan) for plan in plans if plan is not None]
+        return min(
+            ((least, plan) for least, plan in found if least is not None), key=itemgetter(0), default=None
+        )
 
     def in_words(self, least_bytes: int) -> str:
         """Return a sentence that names the least budget; an empty string if it is not known.
@@ -77,11 +114,9 @@ class LeastBudget:
         Args:
             least_bytes: device memory that is known to be needed in any case.
         """
-        tiled = tile_names(self._fixed().tiles)
-        key = self._shape, self._gradients_exist, tiled
-        if key not in self._known:
-            self._known[key] = self._computed()
-        found = self._known[key]
+        fixed = self._fixed()
+        tiled = tile_names(fixed.tiles)
+        found = self._computed(fixed)
         if found is None:
             return ""
         least_bytes = max(found, least_bytes)
@@ -90,20 +125,46 @@ class LeastBudget:
         return (
             f"The least budget that would do for a batch of {self._shape} is about "
             f"{gib_text(least_bytes, math.ceil)} (computed from shapes{states})."
+            f"{self._with_more_tiles(least_bytes)}"
         )
 
-    def _computed(self) -> int | None:
-        found: list[int] = []
-        context = contextvars.copy_context()  # it holds the tensor-parallel group
-        thread = threading.Thread(target=context.run, args=(self._search, found), name="least-budget")
-        thread.start()
-        thread.join()
-        return found[0] if found else None
+    def _with_more_tiles(self, least_bytes: int) -> str:
+        """Return a sentence with the least budget in all tiles of the ladder, if that is less."""
+        most = self._more_tiled()
+        found = None if most is None else self._computed(most)
+        if most is None or found is None or found >= _LESS * least_bytes:
+            return ""
+        return (
+            f" With {tile_names(most.tiles)} in tiles {gib_text(found, math.ceil)} would do: write "
+            "`tile_config: {loss: auto, tile: {op_name: feed_forward}}`, or let `Planner.micro_batch` run "
+            "forward and backward, as the Trainer does: then the planner adds tiles when memory runs out."
+        )
 
-    def _search(self, found: list[int]) -> None:
+    def _computed(self, plan: MemoryPlan) -> int | None:
+        key = self._shape, self._gradients_exist, plan.tiles
+        if key not in self._known:
+            self._known[key] = _on_own_thread(lambda: self._searched(plan))
+        return self._known[key]
+
+    def _more_tiled(self) -> MemoryPlan | None:
+        """Return the plan with most tiles that the planner may choose; ``None``: no more than there are."""
+        if prod(self._shape) <= AUTO_LEAST_TOKENS:
+            return None
+        most = _on_own_thread(lambda: self._most_tiled)
+        return None if most is None or len(most.tiles) <= len(self._fixed().tiles) else most
+
+    @cached_property
+    def _most_tiled(self) -> MemoryPlan | None:
+        *_, most = [None, *self._ladder]
+        return most
+
+    def _searched(self, plan: MemoryPlan) -> int | None:
         if self._call is None or self._autocast or self._structure.sharded or self._is_foreign():
-            return
-        try:
+            return None
+        with ExitStack() as tiled:
+            there = self._fixed().tiles
+            for undo in self._put_tiles([tile for tile in plan.tiles if tile not in there]):
+                tiled.callback(undo)
             profile = profile_from_shapes(
                 self._root,
                 self._structure,
@@ -111,12 +172,10 @@ class LeastBudget:
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=self._gradients_exist,
+                with_workspaces=self._workspaces,
             )
-            fixed = self._fixed()
-            limits = limits_of(self._memory, profile.device_bytes, fixed.min_tensor_bytes)
-            found.append(least_peak_bytes(profile, fixed, limits))
-        except Exception:  # an error is on its way already, and it is the one that counts
-            logger.debug("the least budget is not known", exc_info=True)
+        limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
+        return least_peak_bytes(profile, plan, limits)
 
     def _is_foreign(self) -> bool:
         """Return whether Accelerate wraps the forward in its device's autocast: the fakes are on the CPU."""
@@ -127,6 +186,23 @@ class LeastBudget:
         if self._memory.preference == "memory_saving":
             return 0
         return None if self._optimizer is None else expected_state_bytes(self._optimizer)
+
+
+def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
+    """Return what ``compute`` returns on a thread of its own; ``None`` if it fails."""
+    found: list[Value | None] = []
+
+    def run() -> None:
+        try:
+            found.append(compute())
+        except Exception:  # an error is on its way already, and it is the one that counts
+            logger.debug("the least budget is not known", exc_info=True)
+
+    context = contextvars.copy_context()  # it holds the tensor-parallel group
+    thread = threading.Thread(target=context.run, args=(run,), name="least-budget")
+    thread.start()
+    thread.join()
+    return found[0] if found else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ guard, which moves tensors and changes no number.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +35,8 @@ from ..errors import short_traceback
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.dry_run import is_dry
-from ..plan.model_structure import ModelStructure
+from ..plan.in_words import plan_in_words
+from ..plan.model_structure import ModelStructure, unwrapped
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, fits_outside_backward
 from .plan_file import FilePlan, MadeFor, write_plan
@@ -63,8 +66,9 @@ class Planner:
 
     Args:
         run: the training.
-        made_for: describes this run for the plan file, given a batch's shape; ``None``: no file is written.
-        known: the plan of the file, which is used instead of searching.
+        made_for: describes this run for a plan file, given a batch's shape; ``None``: no file is written.
+        known: the plan of a file, which is used instead of searching.
+        writes_file: whether ``memory.plan_file`` may be written.
 
     Attributes:
         structure: structure of the model.
@@ -72,6 +76,7 @@ class Planner:
         planning_s: seconds that each search took so far.
         task: what was searched last; ``None``: nothing yet.
         outcome: what a step takes with and without the plan, measured or from the file; ``None``: not known.
+        logging_context: returns a context in which the lines at the end of a step are logged.
         progress: called after each step until the plan is found, with the phase and how many steps of it are
             left at most.
     """
@@ -81,8 +86,11 @@ class Planner:
         run: Run,
         made_for: Callable[[tuple[int, ...]], MadeFor] | None = None,
         known: FilePlan | None = None,
+        writes_file: bool = True,
     ) -> None:
-        self._run, self._made_for = run, made_for
+        self._run, self._made_for, self._writes_file = run, made_for, writes_file
+        self._found: FilePlan | None = known
+        self.logging_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.structure: ModelStructure = run.training.structure
         self.trials: list[Trial] = []
         self.planning_s: list[float] = []
@@ -98,9 +106,15 @@ class Planner:
         self._without_tiles: Prediction | None = None
         self._impossible: list[BudgetError] = []
         self._retry = Retry(
-            run.training.model, run.idle.device, self._can_try_again, self._ran_out, self._tiles_ahead
+            run.training.model,
+            run.idle.device,
+            self._can_try_again,
+            self._ran_out,
+            self._tiles_ahead,
+            self._missed_budget,
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
+        self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
@@ -147,6 +161,11 @@ class Planner:
         return self._run.stats()
 
     @property
+    def evicted_bytes(self) -> int:
+        """Bytes that were moved to the host so far because memory ran out."""
+        return self._run.idle.evicted_bytes
+
+    @property
     def optimizer_states(self) -> OptimizerStates | None:
         """The states that ``preference: memory_saving`` keeps on the host, with statistics of their own."""
         return self._run.states
@@ -163,7 +182,8 @@ class Planner:
             return
         self._in_step = False
         try:
-            self._end_step()
+            with self.logging_context():
+                self._end_step()
         except BudgetError:
             self.remove()
             raise
@@ -216,6 +236,12 @@ class Planner:
         for step in reversed(undo):
             step()
 
+    def __repr__(self) -> str:
+        left = 0 if isinstance(self._phase, Stable) else self._phase.steps_left
+        steps = f" ({left} step(s) left at most)" if left else ""
+        words = "; ".join(plan_in_words(self.plan, self.structure))
+        return f"<Planner {self.memory_mode}, {self.phase}{steps}: {words}>"
+
     def __enter__(self) -> Planner:
         return self
 
@@ -241,10 +267,8 @@ class Planner:
         asked_gib, budget = run.training.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
-        logger.info(
-            "%s: stable: the plan of %s, nothing is searched", run.name, run.training.memory.plan_file
-        )
-        size = None if known.made_for is None else BatchSize.of(known.made_for.batch_shape, False)
+        logger.info("%s: stable: the plan of %s, nothing is searched", run.name, known.path)
+        size = BatchSize.of(known.batch_shape, False)
         return Stable(run, budget, size, self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
@@ -323,7 +347,16 @@ class Planner:
 
         Only with several ranks: one that runs out of memory later, in warm-up, cannot choose tiles alone.
         Every rank must call it.
+
+        Raises:
+            BudgetError: weights, gradients and states alone exceed the budget (the only rank's).
         """
+        if self._may_reject and not is_dry(args, kwargs):
+            self._may_reject = False
+            error = self._run.budget_error(self._run.resting_bytes(), args, kwargs)
+            if error is not None:
+                self.remove()
+                raise error
         if not self._may_tile_ahead or is_dry(args, kwargs):
             return False
         self._may_tile_ahead, before = False, self._phase
@@ -362,6 +395,19 @@ class Planner:
         else:
             raise failure.kind(failure.text)
 
+    def _missed_budget(self) -> BudgetError | None:
+        """Return the error of a first step that ran out of the budget itself, as on a CPU; else ``None``.
+
+        The planner has then removed itself.
+        """
+        run, asked_gib = self._run, self._run.training.memory.budget_gib
+        if not isinstance(self._phase, WarmUp) or self._last is not None or asked_gib is None:
+            return None
+        if run.meter.limit_bytes() > round(asked_gib * GIB):
+            return None
+        self.remove()
+        return run.budget_error(run.guard.least_budget_bytes)
+
     def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
         self.trials += [*search.outgrown, *search.trials]
@@ -381,22 +427,36 @@ class Planner:
             )
         run.replace_plans(best.plan, guarded=not fits)
         task = search.task
-        self.outcome = self._outcome(task, best)
+        kept_everything = [trial for trial in search.trials if trial.plan.rows == run.fixed.rows]
+        self.outcome = self._outcome(task, best, kept_everything)
         self._beyond_bytes = task.unpredicted_bytes
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
         logger.info("%s: stable: %s", run.name, _in_words(best))
-        plan_file = run.training.memory.plan_file
-        if fits and rank() == 0 and self._made_for is not None and plan_file is not None:
+        self._found = None
+        if fits and self._made_for is not None:
             made_for = self._made_for(task.profile.batch_shape)
-            try:
-                write_plan(plan_file, best.plan, made_for, _numbers(best, budget, self.outcome))
-            except OSError as error:
-                said = "%s: the plan is on, but cannot be written to %s (%s)"
-                logger.warning(said, run.name, plan_file, error.strerror)
+            self._found = FilePlan(best.plan, made_for, _numbers(best, budget, self.outcome))
+        if (plan_file := run.training.memory.plan_file) is not None and self._writes_file:
+            self.write_plan(plan_file)
 
-    def _outcome(self, task: PlanningTask, best: Trial) -> Outcome:
+    def write_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan that was found as a plan file, on rank 0; if there is none yet, nothing happens.
+
+        A file that cannot be written is a warning.
+        """
+        found = self._found
+        if rank() != 0 or found is None or found.made_for is None or self.phase != Stable.name:
+            return
+        try:
+            model = unwrapped(self._run.training.model)
+            write_plan(path, found.plan, model, found.made_for, found.numbers)
+        except OSError as error:
+            said = "%s: the plan is on, but cannot be written to %s (%s)"
+            logger.warning(said, self._run.name, os.fspath(path), error.strerror)
+
+    def _outcome(self, task: PlanningTask, best: Trial, kept_everything: Sequence[Trial]) -> Outcome:
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
         without = self._without_tiles or task.predicted(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
@@ -406,6 +466,9 @@ class Planner:
         if self._run.fixed.tiles and self._without_tiles is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
+        keeping = [trial.step_ms for trial in kept_everything if trial.steps]
+        if keeping and self._without_tiles is None:
+            return Outcome(used_bytes, best.step_ms, peak_bytes, min(keeping), source, "measured")
         # Recorded and guarded steps take longer than others, so only the ratio of predicted times is used.
         predicted_ms = best.prediction.step_ms
         times = without.step_ms / predicted_ms if predicted_ms else 1.0  # 0: the clock stood still
@@ -429,7 +492,7 @@ def _in_words(trial: Trial) -> str:
     )
 
 
-def _numbers(trial: Trial, budget_bytes: int, outcome: Outcome) -> dict[str, Any]:
+def _numbers(trial: Trial, budget_bytes: int, outcome: Outcome) -> Any:
     return {
         "budget_bytes": budget_bytes,
         "peak_bytes": outcome.peak_bytes,

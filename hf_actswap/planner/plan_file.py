@@ -1,8 +1,9 @@
 """Reads and writes ``plan_file``: the plan that was found, and the run that it was found for.
 
 The document is that of `MemoryPlan.to_json`, so `apply` takes it and a person may edit it, with the sections
-``made_for`` and ``measured`` added. A run that agrees with ``made_for`` uses the plan and searches nothing;
-so does a run whose file lacks that section, as ``hf-actswap plan --save`` writes it. The planner overwrites
+``made_for`` and ``measured`` added, and the plan's ``fingerprint``. A run that agrees with ``made_for`` uses
+the plan and searches nothing; so does a run whose file lacks that section, as ``hf-actswap plan --save``
+writes it, if its model is that of the fingerprint. The planner overwrites
 only files that it wrote for the same model on the same devices.
 """
 
@@ -11,16 +12,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
 
 from ..config.json_documents import Bytes, Count, JsonReader, Ms, read_text, write_whole
 from ..config.published import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
+from ..plan.fingerprint import fingerprint_of
 from ..version import __version__
 from .trials import Outcome
 
@@ -77,17 +80,26 @@ class FilePlan:
         made_for: the run that it was found for; ``None`` where the file does not say.
         measured: numbers that the planner measured.
         predicted: numbers that ``hf-actswap plan`` predicted.
+        path: the file that it was read from, for display.
     """
 
     plan: MemoryPlan
     made_for: MadeFor | None = None
     measured: PlanNumbers | None = None
     predicted: PlanNumbers | None = None
+    path: str = ""
 
     @property
     def numbers(self) -> PlanNumbers:
         """The measured numbers, else the predicted ones; may be empty."""
         return self.measured or self.predicted or {}
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Shape of the ids that the plan was made for; empty where the file does not say."""
+        if self.made_for is not None:
+            return self.made_for.batch_shape
+        return () if self.plan.fingerprint is None else self.plan.fingerprint.batch_shape
 
     @property
     def budget_bytes(self) -> int | None:
@@ -103,24 +115,30 @@ class FilePlan:
             without = found["without_plan_peak_bytes"], found["without_plan_step_ms"]
         except KeyError:
             return None
-        return Outcome(*with_plan, *without, "as the plan file says")
+        return Outcome(*with_plan, *without, "as the plan file says", "as the plan file says")
 
 
 def write_plan(
-    path: str | os.PathLike[str], plan: MemoryPlan, made_for: MadeFor, measured: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    plan: MemoryPlan,
+    model: nn.Module,
+    made_for: MadeFor,
+    measured: Mapping[str, Any],
 ) -> None:
     """Write a plan, whole or not at all.
 
     Args:
         path: path of the file; missing folders are made.
         plan: the plan that was found.
+        model: the model, without wrappers.
         made_for: the run that it was found for.
         measured: numbers about the plan: those of `PlanNumbers`, and others for people to read.
 
     Raises:
         OSError: the file cannot be written.
     """
-    document: dict[str, Any] = json.loads(plan.to_json())
+    whole = replace(plan, fingerprint=fingerprint_of(model, made_for.batch_shape))
+    document: dict[str, Any] = json.loads(whole.to_json())
     document["made_for"] = asdict(made_for)
     document["measured"] = dict(measured)
     target = Path(path)
@@ -140,5 +158,5 @@ def read_plan(path: str | os.PathLike[str]) -> FilePlan:
     except OSError as error:
         raise PlanError([Problem("memory.plan_file", "a file", f"'{name}': {error.strerror}")]) from None
     reader = JsonReader(text, "plan", PlanError, name)
-    sections = reader.fields(FilePlan, without=["plan"])
-    return FilePlan(MemoryPlan.from_document(reader), **sections)
+    sections = reader.fields(FilePlan, without=["plan", "path"])
+    return FilePlan(MemoryPlan.from_document(reader), **sections, path=name)

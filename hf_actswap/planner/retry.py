@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call
+from ..errors import ActSwapError, short_traceback
 from ..plan.dry_run import is_dry
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import is_collective
@@ -56,6 +57,7 @@ class Retry:
         ready: returns the planner's phase if an error is to be caught now, else an empty string.
         ran_out: called with each error before its retry; switches the guard on, or tiles.
         ahead: called with the arguments of each forward; returns whether it has put tiles on the model.
+        missed: returns what to raise in place of an error that no retry has mended; ``None``: that error.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Retry:
         ready: Callable[[], str],
         ran_out: Callable[[Failure], None],
         ahead: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        missed: Callable[[], ActSwapError | None] = lambda: None,
     ) -> None:
+        self._missed = missed
         self._ready, self._ran_out, self._ahead = ready, ran_out, ahead
         devices = {torch.device("cpu"), device}
         self._random = [RandomStates(item) for item in devices]
@@ -81,10 +85,22 @@ class Retry:
 
         return [replace_call(module, tried_twice)]
 
+    @short_traceback
     def forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
     ) -> Any:
         """Call the model; if memory runs out, call it again under the guard, with the hooks it then has."""
+        try:
+            return self._forward(call, args, kwargs, module)
+        except torch.OutOfMemoryError:
+            error = self._missed()
+            if error is None:
+                raise
+        raise error
+
+    def _forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
+    ) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if self._ahead(args, kwargs):

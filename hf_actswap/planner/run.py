@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..engine.agreement import from_all_ranks
 from ..engine.evictable import EvictableTensors
 from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
-from ..engine.stats import SwapStats
+from ..engine.stats import GIB, SwapStats
 from ..engine.swapped_storages import PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
@@ -22,9 +22,10 @@ from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, Tile
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
+from .budget import BudgetError, impossible
 from .meter import Meter
 from .rescue.oom_guard import OomGuard, guard_compiled
-from .states.optimizer_kinds import state_bytes_beside_weights
+from .states.optimizer_kinds import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
 from .trials import MeasuredStep
 
@@ -33,6 +34,10 @@ ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 
 ApplyTiles = Callable[[Iterable[Tile]], list[Undo]]
 """Lets parts of the model run in tiles; returns functions that restore them."""
+
+
+LeastInTiles = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[int, MemoryPlan] | None]
+"""Returns the least peak of any plan for a forward with these arguments, and a plan with its tiles."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class PlannedTraining:
             `Planner.step_ended`.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
         chunks: how often a pipeline stage calls the model for one micro-batch.
+        earlier_plan: path of a plan file that an earlier part of this training wrote beside its checkpoint;
+            it is used if it was made for the same run, and is never written. ``None``: there is none.
         part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
     """
 
@@ -61,6 +68,7 @@ class PlannedTraining:
     in_flight: float = 1
     chunks: int = 1
     part: str = ""
+    earlier_plan: str | None = None
 
 
 @dataclass
@@ -81,6 +89,7 @@ class Run:
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
+        least_in_tiles: the same in all tiles that the planner may choose, and the plan with these tiles.
     """
 
     training: PlannedTraining
@@ -95,6 +104,7 @@ class Run:
     states: OptimizerStates | None = None
     ladder: Iterator[MemoryPlan] | None = None
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
+    least_in_tiles: LeastInTiles = lambda _args, _kwargs: None
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: list[Undo] = field(default_factory=list)
@@ -123,6 +133,30 @@ class Run:
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
         return total
+
+    def resting_bytes(self) -> int:
+        """Return what is on the device between backward and the optimizer's step, whatever the plan."""
+        training, found = self.training, 0
+        for weight in unwrapped(training.model).parameters():
+            found += weight.nbytes * (2 if weight.requires_grad else 1)
+        if training.memory.preference != "memory_saving" and training.optimizer is not None:
+            found += expected_state_bytes(inner_optimizer(training.optimizer)) or 0
+        return found
+
+    def budget_error(
+        self, needed_bytes: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+    ) -> BudgetError | None:
+        """Return the error of a written budget that is below ``needed_bytes``; ``None``: it is not below.
+
+        Args:
+            needed_bytes: device memory that is needed in any case.
+            args, kwargs: of the coming forward, for the least budget that is named; none: of the last one.
+        """
+        memory = self.training.memory
+        if memory.budget_gib is None or needed_bytes <= (budget := round(memory.budget_gib * GIB)):
+            return None
+        least_bytes, plan = self.least_in_tiles(args, kwargs) or (needed_bytes, self.fixed)
+        return impossible(memory, budget, max(least_bytes, needed_bytes), needed_bytes, plan.tiles)
 
     @uninterrupted()
     def tile(self, fixed: MemoryPlan) -> None:

@@ -60,12 +60,11 @@ class SearchPhase:
         self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned()
         logger.info(
-            "%s: search (%d steps at most, budget %s; without a plan %s and %.1f ms a step)",
+            "%s: search (%d steps at most, budget %s; without a plan %s)",
             run.name,
             steps,
             gib_text(task.budget_bytes),
             gib_text(task.unplanned.peak_bytes),
-            task.unplanned.step_ms,
         )
         self._next()
 
@@ -191,7 +190,7 @@ class SearchPhase:
         finally:
             self.planning_s.append(time.perf_counter() - started)
         text = "%s: %d plan(s) worth a trial, found in %.2f s"
-        logger.info(text, self._run.name, len(found), self.planning_s[-1])
+        logger.debug(text, self._run.name, len(found), self.planning_s[-1])
         return found
 
     def _costs_nothing(self, trial: Trial) -> bool:
@@ -199,7 +198,7 @@ class SearchPhase:
 
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
-        logger.info(
+        logger.debug(
             "%s: trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
             self._run.name,
             len(self.trials),

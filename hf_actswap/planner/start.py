@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import tee
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
-from ..config.schema import MemoryConfig
 from ..engine.agreement import from_one_rank, rank, world_size
 from ..engine.evictable import EvictableTensors
 from ..engine.hook_wrappers import Hook
@@ -26,7 +26,8 @@ from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, PlanRow, Scope, Tile, Windows, format_scopes
 from ..plan.checkpointing_rules import problems_of_checkpointing
-from ..plan.gradient_checkpointing import is_checkpointed
+from ..plan.fingerprint import NOT_COMPARED
+from ..plan.gradient_checkpointing import checkpointing_argument, is_checkpointed
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from .least_budget import LeastBudget
 from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, device_name
@@ -87,9 +88,9 @@ def start_planner(
     pool = host.pool(device, transfer.overlaps, None)
     idle = EvictableTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     name = device_name(device)
-    least = LeastBudget(training, lambda: run.fixed, name)
+    tiles, known_tiles = (None, ()) if ladder is None else tee(ladder)
+    least = LeastBudget(training, lambda: run.fixed, name, put_tiles, known_tiles)
     guard = OomGuard(meter, idle, least.in_words)
-    tiles = None if ladder is None else iter(ladder)
     run = Run(
         training,
         fixed,
@@ -102,6 +103,7 @@ def start_planner(
         name,
         ladder=tiles,
         least_bytes=least.least_bytes,
+        least_in_tiles=least.least_in_tiles,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
@@ -109,13 +111,13 @@ def start_planner(
     def made_for(shape: tuple[int, ...]) -> MadeFor:
         return _made_for(training, device, shape)
 
-    known, ours = _known_plan(memory, structure, made_for(()))
+    known, ours = _known_plan(training, made_for(()))
     with uninterrupted():
         run.tile(
             fixed if known is None else replace(fixed, tiles=_merged_tiles(known.plan.tiles, fixed.tiles))
         )
         try:
-            planner = Planner(run, made_for if ours else None, known)
+            planner = Planner(run, made_for, known, ours)
         except BaseException:
             run.close()
             raise
@@ -191,38 +193,61 @@ def _made_for(training: PlannedTraining, device: torch.device, shape: tuple[int,
     )
 
 
-def _known_plan(
-    memory: MemoryConfig, structure: ModelStructure, here: MadeFor
-) -> tuple[FilePlan | None, bool]:
-    """Return the file's plan if it fits this run, else ``None``, and whether the planner may write the file.
+def _known_plan(training: PlannedTraining, here: MadeFor) -> tuple[FilePlan | None, bool]:
+    """Return the plan of a file that fits this run, or ``None``, and whether ``plan_file`` may be written.
 
+    The file that the user names comes first, then that of the checkpoint from which the training goes on.
     Every rank gets the same answer.
     """
+    memory = training.memory
     answer: tuple[FilePlan | None, bool] = (None, True)
     problem: ActSwapError | None = None
-    if memory.plan_file is None:
+    if memory.plan_file is None and training.earlier_plan is None:
         return answer
-    if rank() == 0 and Path(memory.plan_file).exists():
+    if rank() == 0:
         try:
-            answer = _fitting(read_plan(memory.plan_file), structure, here, memory)
+            if memory.plan_file is not None and Path(memory.plan_file).exists():
+                answer = _fitting(read_plan(memory.plan_file), training, here)
         except ActSwapError as error:
             problem = error
+        if answer[0] is None and problem is None and training.earlier_plan is not None:
+            answer = (_of_checkpoint(training.earlier_plan, here), answer[1])
     answer, problem = from_one_rank((answer, problem))
     if problem is not None:
         raise problem
     return answer
 
 
-def _fitting(
-    found: FilePlan, structure: ModelStructure, here: MadeFor, memory: MemoryConfig
-) -> tuple[FilePlan | None, bool]:
+def _of_checkpoint(path: str, here: MadeFor) -> FilePlan | None:
+    if not Path(path).exists():
+        return None
+    try:
+        found = read_plan(path)
+    except ActSwapError as error:
+        logger.warning("The plan of the checkpoint is not used, and one is searched: %s", error)
+        return None
+    differences = found.made_for.differences(here) if found.made_for is not None else {}
+    if differences:
+        said = "The plan of the checkpoint was made for another run (%s): one is searched."
+        logger.info(said, "; ".join(differences.values()))
+    return None if differences else found
+
+
+def _fitting(found: FilePlan, training: PlannedTraining, here: MadeFor) -> tuple[FilePlan | None, bool]:
+    structure, memory = training.structure, training.memory
     own, model = found.plan, (structure.family, len(structure.layers))
     if found.made_for is not None:
         differences = found.made_for.differences(here)
-    elif (own.family or structure.family, own.num_layers) == model:
+    elif (own.family or structure.family, own.num_layers) != model:
+        differences = {"model": f"{own.num_layers} {own.family} layers and not {model[1]} {model[0]} layers"}
+    elif own.fingerprint is None:
+        logger.info("%s: %s", memory.mode, NOT_COMPARED)
         differences = {}
     else:
-        differences = {"model": f"{own.num_layers} {own.family} layers and not {model[1]} {model[0]} layers"}
+        others = own.fingerprint.problems_of(unwrapped(training.model))
+        differences = {
+            other.where: f"{other.where}: {other.found} and not {other.expected}" for other in others
+        }
     ours = found.made_for is not None and differences.keys() <= {"requested"}
     if not differences:
         return found, ours
@@ -333,9 +358,10 @@ def _checkpointed(layers: Mapping[Scope, nn.Module]) -> Problem | None:
     on = [scope for scope, layer in layers.items() if is_checkpointed(layer) or _WRAPPED in layer._modules]
     if not on:
         return None
+    name = checkpointing_argument()
     expected = "gradient checkpointing switched off beside adaptive, which chooses every fate itself"
     hint = (
-        "Write gradient_checkpointing=False (or model.gradient_checkpointing_disable()): adaptive finds out "
+        f"Write {name}=False (or model.{name}_disable()): adaptive finds out "
         "what is worth recomputing. Beside smart_swap it may stay."
     )
     return Problem("memory.mode", expected, f"it switched on in layers {format_scopes(on)}", hint)

@@ -74,8 +74,9 @@ class Outcome:
 
     Args:
         peak_bytes, step_ms: device memory in use at the peak and time of a step, with the plan.
-        without_peak_bytes, without_step_ms: the same if everything is kept; the time is predicted.
+        without_peak_bytes, without_step_ms: the same if everything is kept.
         source: where the peak without a plan comes from, in words.
+        time_source: where the time without a plan comes from, in words.
     """
 
     peak_bytes: int
@@ -83,6 +84,7 @@ class Outcome:
     without_peak_bytes: int
     without_step_ms: float
     source: str
+    time_source: str = "predicted"
 
 
 def best_trial(trials: Sequence[Trial], budget_bytes: int) -> Trial | None:

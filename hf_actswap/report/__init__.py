@@ -7,6 +7,17 @@ Out: text, bars, one HTML page and pictures (`write_report`).
 from __future__ import annotations
 
 from .bars import BytesBar, PinningBar, PlannerBar
-from .plan_table import plan_table
+from .console import console_logging
+from .plan_table import plan_summary, plan_table
+from .saving import Saving, saving_of
 
-__all__ = ["BytesBar", "PinningBar", "PlannerBar", "plan_table"]
+__all__ = [
+    "BytesBar",
+    "PinningBar",
+    "PlannerBar",
+    "Saving",
+    "console_logging",
+    "plan_summary",
+    "plan_table",
+    "saving_of",
+]

@@ -75,7 +75,7 @@ def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(_subtitle(about))}</p>',
-        _tiles(facts),
+        f"<p>{escape(facts.without_steps)}</p>" if facts.without_steps else _tiles(facts),
         _stages_table(run, facts),
         *(_figure(picture) for picture in pictures),
     ]

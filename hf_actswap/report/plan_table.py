@@ -1,4 +1,4 @@
-"""Shows the effective plan as a table, with equal layers in one row."""
+"""Shows the effective plan: in a few lines of words, or as a table with equal layers in one row."""
 
 from __future__ import annotations
 
@@ -8,9 +8,30 @@ from rich.console import Console
 from rich.table import Table
 
 from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded_tiles, format_scopes
+from ..plan.in_words import plan_in_words
+from ..plan.model_structure import ModelStructure
 
 _MEASURED = "auto"
 """Text for windows that the engine chooses from measured times; its choice is among the adjustments."""
+
+
+_MOST_ADJUSTMENTS = 1
+
+
+def plan_summary(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:
+    """Return what a plan does, and which requests were changed, in at most eight lines.
+
+    Args:
+        plan: the plan.
+        structure: layers and ops of the model; see `plan_in_words`.
+    """
+    title = f"Activation plan, {plan.num_layers} {plan.family} layers:".replace("  ", " ")
+    lines = [title, *(f"  {line}" for line in plan_in_words(plan, structure))]
+    changed = [str(item) for item in plan.adjustments]
+    lines += [f"  changed: {item}" for item in changed[:_MOST_ADJUSTMENTS]]
+    if (left := len(changed) - _MOST_ADJUSTMENTS) > 0:
+        lines.append(f"  changed: {left} more request(s) (`log: full` lists them)")
+    return lines
 
 
 def plan_table(plan: MemoryPlan, width: int = 110) -> str:

@@ -59,6 +59,12 @@ class StageFacts:
     waiting_share: float | None = None
 
 
+_NO_STEP = (
+    "No step is recorded: the training ended before it logged anything (logging_steps), so there is nothing "
+    "to show but the plan."
+)
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """The numbers of a recorded run that the report shows.
@@ -90,6 +96,11 @@ class RunFacts:
     budget_bytes: int | None
     saving: Saving | None
     stages: Sequence[StageFacts] = ()
+
+    @property
+    def without_steps(self) -> str:
+        """A sentence that says that no step was logged; empty if one was."""
+        return "" if self.steps else _NO_STEP
 
     def document(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -43,6 +43,9 @@ from .saving import Saving
 logger = logging.getLogger(__name__)
 
 FOLDER = "actswap"
+LOGS = "runs"
+"""Where transformers' TensorBoard callback puts its logs, in the training's ``output_dir``."""
+
 RUN, PLAN, STEPS, PLANNER = "run.json", "plan.json", "steps.jsonl", "planner.json"
 PROFILE, TIMELINE, MEMORY = "profile.json", "timeline.json", "memory.json"
 SAVING = "saving.json"
@@ -127,6 +130,9 @@ class RecordedPlanner(TypedDict):
     trials: tuple[RecordedTrial, ...]
 
 
+_HOW_TO_RECORD = "A training whose configuration has `log: full`, or that reports to TensorBoard, leaves it."
+
+
 class ReportError(ActSwapError):
     """A folder has no record of a run or a damaged one, or its report cannot be drawn."""
 
@@ -168,13 +174,14 @@ class RunFiles:
     nothing more is written.
 
     Args:
-        output_dir: the training's ``output_dir``. Files of an earlier run in it are replaced.
+        output_dir: the folder in which the record is made; files of an earlier run in it are replaced.
+            ``None``: nothing is written.
         stage: index of the pipeline stage whose run it is.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], stage: int = 0) -> None:
-        self.folder = _of_stage(Path(output_dir) / FOLDER, stage)
-        self._writes = True
+    def __init__(self, output_dir: str | os.PathLike[str] | None, stage: int = 0) -> None:
+        self.folder = _of_stage(Path(output_dir or "") / FOLDER, stage)
+        self._writes = output_dir is not None
         self._attempt(self._begin)
 
     def _begin(self) -> None:
@@ -249,11 +256,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
         ReportError: there is no record, or it is damaged.
         PlanError: the plan or the profile in it is damaged.
     """
-    folder = Path(run_dir)
-    if not (folder / RUN).is_file():
-        folder = folder / FOLDER
-    if not (folder / RUN).is_file():
-        raise ReportError([Problem(str(run_dir), f"{FOLDER}/{RUN}, which a training leaves there", "none")])
+    asked = Path(run_dir)
+    places = [place for place in (asked, asked / FOLDER, asked / LOGS / FOLDER) if (place / RUN).is_file()]
+    if not places:
+        expected = f"{FOLDER}/{RUN}, which a training leaves there"
+        raise ReportError([Problem(str(run_dir), expected, "none", _HOW_TO_RECORD)])
+    folder = max(places, key=lambda place: (place / RUN).stat().st_mtime)
     plan, profile = folder / PLAN, folder / PROFILE
     about: RunDescription = _read(folder / RUN, RunDescription)
     stages = about.get("stages")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engine import AppliedPlan
 from ..engine.stats import gib, gib_text
+from ..planner import Planner
 
 COUNTED = "counted: what it swaps and recomputes"
+COUNTED_SWAPS = "counted: what it swaps"
 """`Saving.source` if no step was measured without the plan. The counted bytes are then an upper bound: the
 peak falls by less if the plan moves it to another moment of the step."""
 
@@ -21,6 +24,7 @@ class Saving:
         peak_bytes: the most device memory in use in a step with the plan; ``None``: not measured.
         step_ms: time of the step with the plan; ``None``: not known.
         without_step_ms: time of the step without the plan; ``None``: not known.
+        time_source: how ``without_step_ms`` was obtained, in words.
         stall_ms: part of ``step_ms`` in which compute waits for copies.
     """
 
@@ -30,10 +34,11 @@ class Saving:
     step_ms: float | None = None
     without_step_ms: float | None = None
     stall_ms: float = 0.0
+    time_source: str = "predicted"
 
     @property
     def without_peak_bytes(self) -> int | None:
-        """The peak of the same step without the plan; an upper bound if ``source`` is `COUNTED`."""
+        """The peak of the same step without the plan; an upper bound if it was counted."""
         if self.peak_bytes is None or self.saved_bytes is None:
             return None
         return self.peak_bytes + self.saved_bytes
@@ -41,7 +46,7 @@ class Saving:
     @property
     def at_most(self) -> str:
         """Text to put before `without_peak_bytes`: "at most ", or nothing."""
-        return "at most " if self.source == COUNTED else ""
+        return "at most " if self.source.startswith("counted") else ""
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return numbers for a training log, in GiB, by names that begin with ``prefix``."""
@@ -74,5 +79,42 @@ class Saving:
         if self.stall_ms >= 0.05:
             words += f", {self.stall_ms:,.1f} ms of it waiting for copies"
         if self.without_step_ms is not None:
-            words += f"; {self.without_step_ms:,.1f} ms without a plan (predicted)"
+            words += f"; {self.without_step_ms:,.1f} ms without a plan ({self.time_source})"
         return f"{words}."
+
+
+_TILED = "what it would be without tiles or chunks is not known"
+_COMPILED = "what compiled layers recompute is not counted"
+
+
+def saving_of(applied: AppliedPlan | Planner, peak_bytes: int | None = None, stall_ms: float = 0.0) -> Saving:
+    """Return what is known of the memory that a plan saves in a step, on this rank.
+
+    Args:
+        applied: the plan on the model, or the planner that looks for one.
+        peak_bytes: the measured peak of the steps with the plan; ``None``: not measured.
+        stall_ms: time of a step in which compute waits for copies.
+    """
+    if isinstance(applied, Planner):
+        if (found := applied.outcome) is not None:
+            saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
+            known = None if applied.trials else peak_bytes  # a plan file's is of another run
+            times = found.step_ms, found.without_step_ms, stall_ms, found.time_source
+            return Saving(saved_bytes, found.source, known or found.peak_bytes, *times)
+        if applied.final_plan is None:
+            left = f"the training ended in the planner's {applied.phase}, before a plan was found"
+            return Saving(None, left, peak_bytes, stall_ms=stall_ms)
+        applied = applied.final_plan
+    plan, total = applied.plan, applied.stats()
+    if plan.tiles or plan.streamed:
+        return Saving(None, _TILED, peak_bytes, stall_ms=stall_ms)
+    if not plan.rows:
+        return Saving(0, "it keeps everything", peak_bytes)
+    if not total.forwards:
+        return Saving(None, "no step has run", peak_bytes)
+    swapped_bytes = total.offloaded_bytes // total.forwards
+    if applied.dropped_bytes is None:
+        known_bytes = swapped_bytes if swapped_bytes else None
+        source = f"{COUNTED_SWAPS}; {_COMPILED}" if swapped_bytes else _COMPILED
+        return Saving(known_bytes, source, peak_bytes, stall_ms=stall_ms)
+    return Saving(applied.dropped_bytes + swapped_bytes, COUNTED, peak_bytes, stall_ms=stall_ms)

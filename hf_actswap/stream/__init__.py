@@ -5,8 +5,9 @@ Out: the same model, whose long training calls hold one chunk on the device; and
 
 `two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
 computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `rejections` lists what
-cannot be streamed. `predictions` predicts memory, copies and FLOP from shapes; `chunked_step` predicts the
-step, and chooses how many layers of a chunk are kept within a budget.
+cannot be streamed; `first_check` compares a few tokens in chunks with a whole call. `predictions` predicts
+memory, copies and FLOP from shapes; `chunked_step` predicts the step, and chooses how many layers of a chunk
+are kept within a budget.
 
 It knows transformers' attention and mask interfaces, the engine's host memory and transfers, the planner's
 predictions; no YAML, no model families.
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 from .chunked_step import ChunkBudget, ChunkedStep, KeptLayers
 from .rejections import problems_of_model
-from .two_passes import stream_sequences, traced
+from .streamed_attention import traced
+from .two_passes import stream_sequences
 
 __all__ = [
     "ChunkBudget",

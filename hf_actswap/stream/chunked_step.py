@@ -47,7 +47,8 @@ from .predictions import (
     passes,
     recomputed_attention,
 )
-from .two_passes import chunk_tokens, traced
+from .streamed_attention import traced
+from .two_passes import chunk_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,10 @@ where they are: a second tier behind host memory would be added here.
 source; compute waits for that copy after `_MAX_PENDING_OFFLOADS` later calls of `put`. So device memory holds
 the sources of a few copies only, and compute never waits for a copy that was started just before. `prefetch`
 starts a copy to the device, which the transfer orders after the copy that wrote the host block; callers start
-it for the next tensors before they compute with the present ones. `fetch` makes compute wait for that copy. A
-`put` under the same key may then overwrite the block, because its last reader is done: gradients of keys and
-    values
-are brought, added to, and put back. `drop` waits for copies that still run, then returns the block to the
-pool.
+it for the next tensors before they compute with the present ones. `fetch` makes compute wait for that copy.
+A `put` under the same key may then overwrite the block, because its last reader is done: gradients of keys
+and values are brought, added to, and put back. `drop` waits for copies that still run, then returns the block
+to the pool.
 
 All methods are called from one thread at a time: first that of the forward, later that of the backward.
 """
@@ -95,7 +94,11 @@ class HostSequence:
 
         Raises:
             PlanError: there is no host memory left.
+            ValueError: a tensor is not contiguous.
         """
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            layouts = ", ".join(f"{list(item.shape)} with strides {list(item.stride())}" for item in tensors)
+            raise ValueError(f"host memory for {key}: expected contiguous tensors, found shapes {layouts}.")
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry([])

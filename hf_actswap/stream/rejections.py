@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,12 +12,20 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..parallel.sequence_region import divides_sequence
+from ..plan.dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
+from ..plan.forward_recorder import ForwardRecorder
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.gradient_checkpointing import is_checkpointed
-from ..plan.model_structure import ModelStructure
+from ..plan.model_structure import ModelStructure, device_of
+from .streamed_attention import traced
+
+logger = logging.getLogger(__name__)
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+    *("layerdrop", "decoder_layerdrop"),  # a layer that is left out for one chunk has no keys for the next
+)
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of rotary embeddings whose frequencies depend on how long the sequence of a call is."""
 
@@ -29,12 +38,16 @@ _PASSED_ON = frozenset(
 """Arguments that a streamed call supports."""
 
 
+_HINT = "Train it without stream_config."
+
 _Condition = tuple[str, str, bool]
 """(What is expected, what is found if that is violated, whether it is violated)."""
 
 
 def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Problem]:
     """Return all reasons why a model cannot be streamed, read off its configuration and classes.
+
+    Where there are none, a chunk on fake tensors shows what its attention asks for.
 
     Args:
         root: the model inside its wrappers.
@@ -47,8 +60,29 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
     text = config.get_text_config()
     of_class = _of_the_class(model, structure, text)
     found = (*of_class, *_of_the_loss(model, text), *_of_settings(root, structure))
-    hint = "Train it without stream_config."
-    return [Problem("stream_config", expected, was, hint) for expected, was, violated in found if violated]
+    problems = [
+        Problem("stream_config", expected, was, _HINT) for expected, was, violated in found if violated
+    ]
+    return problems or _problems_of_chunk(root, structure)
+
+
+def _problems_of_chunk(root: nn.Module, structure: ModelStructure) -> list[Problem]:
+    """Return what a chunk on fake tensors asks of attention that it cannot do: sinks, biases, another mask.
+
+    What else fails on fake tensors shows nothing: the check of the first call (`first_check`) tells.
+    """
+    layers = [root.get_submodule(layer.module_path) for layer in structure.all_layers]
+    try:
+        with dry_call(root, {}), expert_stand_ins(layers, lambda *_: None):
+            state = fake_weights(root, device_of(root))
+            batch = example_batch(root, state.values())
+            with traced(root, batch["input_ids"].shape[1]):
+                ForwardRecorder({}, {}, None).run_on_fakes(root, root, state, (), batch)
+    except PlanError as error:
+        return [*error.problems]
+    except Exception:  # the model's own code runs: it may raise anything
+        logger.debug("no chunk on fake tensors", exc_info=True)
+    return []
 
 
 def _of_the_class(model: Any, structure: ModelStructure, text: Any) -> Iterator[_Condition]:

@@ -6,8 +6,8 @@ stores on the host, for each chunk:
 
 * ``("keys", layer, chunk)``: the keys and values that later chunks see: all of them, or under a sliding
   window the last ``window - 1`` tokens;
-* ``("output", layer, chunk)``: attention's output and log-sum-exp from the first pass. The second reads
-  them, so that neither its forward nor the recomputation of a layer computes attention again;
+* ``("output", layer, chunk)``: attention's output ``[B, C, H, E]`` and log-sum-exp from the first pass. The
+  second reads them, so that neither its forward nor the recomputation of a layer computes attention again;
 * ``("gradients", layer, chunk)``: in the second pass, the gradients of the keys and values that later chunks
   have added up, in fp32, or if asked for rounded to bf16 after each addition.
 
@@ -19,19 +19,29 @@ positions, as in `transformers`; keys that no later chunk sees are not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..engine.host_pool import HostPool
+from ..engine.slabs import PageableSlabs
+from ..engine.stats import Counters
+from ..engine.transfer import BlockingTransfer
 from ..errors import PlanError, Problem
 from .host_sequence import HostSequence
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
-from .predictions import AttentionShapes, first_visible_chunk, stored_positions
+from .predictions import AttentionShapes, chunk_bounds, first_visible_chunk, stored_positions
+
+_NAME = "hf_actswap_streamed"
+"""Name under which the attention is registered with `transformers`."""
 
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask", "cu_seq_lens_q", "block_table")
 """Arguments of attention functions that would change the result and are not supported."""
@@ -68,6 +78,7 @@ class ChunkAttention:
         self.layers: dict[int, AttentionShapes] = {}
         self._masks: dict[int | None, Visibility] = {}
         self._given: set[int] = set()
+        self._nodes: list[weakref.ref[Any]] = []
 
     def begin(self, chunk: int, second: bool) -> None:
         """Note which chunk runs next.
@@ -78,8 +89,13 @@ class ChunkAttention:
         """
         self.chunk, self.second = chunk, second
         self._given.clear()
+        self._nodes.clear()
         if second:
             self.host.prefetch(("output", min(self.layers), chunk))
+
+    def nodes(self) -> list[weakref.ref[Any]]:
+        """Return autograd's nodes of the attention of the chunk that runs: dead when its graph is."""
+        return [*self._nodes]
 
     @property
     def positions(self) -> range:
@@ -158,7 +174,7 @@ class ChunkAttention:
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
-            return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None  # as below
+            return out.transpose(1, 2).contiguous(), None  # of flash attention, and below, no copy
         scores = Scores(scaling, softcap, attention_mask)
         with torch.autocast(kind, enabled=False):
             if self.second:
@@ -192,21 +208,22 @@ class ChunkAttention:
             keys, values = self.host.fetch(("keys", layer, chunk))
             there = self.stored_positions(chunk, scores.visible)
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
-        out = out.to(query.dtype)
-        self.host.put(("output", layer, self.chunk), out, total)
-        return out
+        # Flash attention leaves its output in this layout, and the model reads it so: then nothing is copied.
+        by_token = out.to(query.dtype).transpose(1, 2).contiguous()
+        self.host.put(("output", layer, self.chunk), by_token, total.contiguous())
+        return by_token.transpose(1, 2)
 
     def _seen(self, visible: Visibility) -> list[int]:
         """Return the earlier chunks with keys that the present chunk sees, the nearest first."""
         return [*reversed(range(first_visible_chunk(self.bounds, self.chunk, visible), self.chunk))]
 
-    def output(self, layer: int) -> list[torch.Tensor]:
+    def output(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's output and log-sum-exp from the first pass, and start the next copies.
 
         In the forward of the second pass the layer above is next. When layers are recomputed in backward,
         from the last to the first, the layer below is next, and after the first layer the chunk before.
         """
-        found, again = self.host.fetch(("output", layer, self.chunk)), layer in self._given
+        (by_token, total), again = self.host.fetch(("output", layer, self.chunk)), layer in self._given
         above = [] if again else [item for item in self.layers if item > layer]
         below = [item for item, trace in self.layers.items() if trace.again and (item < layer or not again)]
         following = (*above, *reversed(below))
@@ -215,7 +232,7 @@ class ChunkAttention:
         if again or not (above or self.layers[layer].again):  # backward through its MLP or the head is ahead
             self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
-        return found
+        return by_token.transpose(1, 2), total
 
     def backward(
         self,
@@ -274,6 +291,52 @@ class ChunkAttention:
         self.host.put(key, *(item.to(dtype).contiguous() for item in found))
 
 
+@contextmanager
+def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
+    """Within the block the layers of a model call ``attention``, with its mask rule in place of masks."""
+    # With a transformers model this is imported already; without one the import would cost seconds.
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
+    found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
+    # Not the stand-ins that read from a configuration (`parallel`: a rank's own number of heads).
+    configs: list[Any] = [item for item in found.values() if hasattr(type(item), "_attn_implementation")]
+    before = [config._attn_implementation for config in configs]
+    ATTENTION.register(_NAME, attention)
+    MASKS.register(_NAME, attention.mask_rule)
+    try:
+        for config in configs:
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own
+        ATTENTION._global_mapping.pop(_NAME, None)
+        MASKS._global_mapping.pop(_NAME, None)
+
+
+def host_of_no_plan(device: torch.device) -> HostSequence:
+    """Return host memory of its own, that no statistics count, for a few tokens on ``device``."""
+    return HostSequence(HostPool(PageableSlabs()), BlockingTransfer(device), Counters())
+
+
+@contextmanager
+def traced(
+    root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+) -> Iterator[Mapping[int, AttentionShapes]]:
+    """Within the block a call of the model on fake tensors fills in the shapes of its layers' attention.
+
+    Args:
+        root: a model that `rejections.problems_of_model` does not reject.
+        tokens: length of the chunk.
+        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
+    """
+    bounds, nowhere = chunk_bounds(tokens, tokens), host_of_no_plan(torch.device("cpu"))
+    attention = ChunkAttention(bounds, nowhere, grad_accum_dtype=grad_accum_dtype)
+    with attending(root, attention):
+        yield attention.layers
+
+
 class _Attention(torch.autograd.Function):
     """Attention of one layer in the second pass: its forward returns the stored output of the first pass."""
 
@@ -288,6 +351,7 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
     ) -> torch.Tensor:
         out, total = attention.output(layer)
+        attention._nodes.append(weakref.ref(ctx))
         ctx.attention, ctx.layer, ctx.scores = attention, layer, scores
         ctx.save_for_backward(query, key, value, out, total)
         return out

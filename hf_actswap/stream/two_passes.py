@@ -15,15 +15,19 @@ of all chunks (``num_items_in_batch``). For autograd the two passes are one node
 get one gradient each. Inside, chunks run with other tensors that share the weights' memory, whose gradients
 are summed in fp32. So hooks on the weights' gradients (DDP) run once.
 
+Positions that the call does not give are left to the model: an empty cache (`_past`) tells it how many tokens
+came before. In the first streamed call a few tokens are compared with a whole call (`first_check`).
+
 The second pass draws the same random numbers as the first: the state before each chunk is saved. Autocast is
 that of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +35,19 @@ from torch import nn
 
 from ..engine import AppliedPlan
 from ..engine.hook_wrappers import Undo, replace_call
-from ..engine.host_pool import HostPool
 from ..engine.pieces import Exchangeable, first_order_only, zero_sum
 from ..engine.replay import CallState
-from ..engine.slabs import PageableSlabs
-from ..engine.stats import Counters
-from ..engine.transfer import BlockingTransfer, Transfer
+from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
 from ..parallel.decoder_block import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
+from ..plan.model_structure import device_of
+from .first_check import CHUNK_TOKENS, check_few_tokens, kind_of_call
 from .host_sequence import HostSequence
-from .predictions import AttentionShapes, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
+from .predictions import chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .rejections import documents_of, named_arguments, reject_call
-from .streamed_attention import ChunkAttention
-
-_NAME = "hf_actswap_streamed"
-"""Name under which the attention is registered with `transformers`."""
+from .streamed_attention import ChunkAttention, attending, host_of_no_plan
 
 _AUTO_TOKENS = 16_384
 _LEAST_AUTO_TOKENS = 2048
@@ -95,47 +95,25 @@ def stream_sequences(
     )
 
 
-@contextmanager
-def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
-    """Within the block the layers of a model call ``attention``, with its mask rule in place of masks."""
-    # With a transformers model this is imported already; without one the import would cost seconds.
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
-
-    found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
-    # Not the stand-ins that read from a configuration (`parallel`: a rank's own number of heads).
-    configs: list[Any] = [item for item in found.values() if hasattr(type(item), "_attn_implementation")]
-    before = [config._attn_implementation for config in configs]
-    ATTENTION.register(_NAME, attention)
-    MASKS.register(_NAME, attention.mask_rule)
-    try:
-        for config in configs:
-            config._attn_implementation = _NAME
-        yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation = own
-        ATTENTION._global_mapping.pop(_NAME, None)
-        MASKS._global_mapping.pop(_NAME, None)
+class NoLogitsError(PlanError, AttributeError):
+    """The logits of a streamed call are read. An `AttributeError`, so that `hasattr` works on them."""
 
 
-@contextmanager
-def traced(
-    root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
-) -> Iterator[Mapping[int, AttentionShapes]]:
-    """Within the block a call of the model on fake tensors fills in the shapes of its layers' attention.
+class NoLogits:
+    """Stands for the logits of a streamed call, which never exist all at once."""
 
-    Args:
-        root: a model that `rejections.problems_of_model` does not reject.
-        tokens: length of the chunk.
-        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
-    """
-    cpu = torch.device("cpu")
-    nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
-    bounds = chunk_bounds(tokens, tokens)
-    attention = ChunkAttention(bounds, nowhere, grad_accum_dtype=grad_accum_dtype)
-    with attending(root, attention):
-        yield attention.layers
+    @staticmethod
+    def _reject(*_: Any, **__: Any) -> Any:
+        hint = (
+            "Call the model under torch.no_grad() for them. A trainer that reads logits in training, for a "
+            "loss or a metric of its own, does not go with stream_config."
+        )
+        problem = Problem("logits", "that only the loss of a streamed call is read", "its logits", hint)
+        raise NoLogitsError([problem], "stream_config")
+
+    __getattr__ = __getitem__ = __len__ = __iter__ = __bool__ = __neg__ = __float__ = _reject
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __radd__ = __rmul__ = _reject
+    __torch_function__ = staticmethod(_reject)
 
 
 class _StreamedModel:
@@ -162,6 +140,8 @@ class _StreamedModel:
         self.model, self.root = model, model.module
         self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
         self._applied, self._transfer, self._choose = applied, transfer, choose
+        self._checked: set[tuple[Any, ...]] = set()
+        self._looks_for_graphs = True
 
     @property
     def again(self) -> frozenset[Scope]:
@@ -186,12 +166,45 @@ class _StreamedModel:
             return self.model.run(*args, **kwargs)
         reject_call(self.root, given)
         check_step(self.root)  # inside, chunks use other tensors than the parameters that it checks
+        self._check_kind_of_call(given)
         parameters = {name: item for name, item in self.root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
-        output = sequence.output_class(loss=loss)
+        fields = getattr(sequence.output_class, "__dataclass_fields__", ())
+        output = sequence.output_class(loss=loss, **({"logits": NoLogits()} if "logits" in fields else {}))
         as_output = given.get("return_dict", getattr(self.root.config, "return_dict", True))
         return output if as_output else output.to_tuple()
+
+    def _check_kind_of_call(self, given: dict[str, Any]) -> None:
+        """Raise `PlanError` if a few tokens give another result in chunks; once for each kind of call."""
+        if (kind := kind_of_call(given)) in self._checked:
+            return
+        nowhere = host_of_no_plan(device_of(self.root))
+
+        def streamed(few: dict[str, Any]) -> torch.Tensor:
+            return _Sequence(self, few, CHUNK_TOKENS, nowhere).first_pass()
+
+        check_few_tokens(self.root, self._applied.structure, given, self.model.run, streamed)
+        self._checked.add(kind)
+
+    def reject_kept_graph(self, nodes: list[weakref.ref[Any]]) -> None:
+        """Raise `PlanError` if something holds a chunk's graph after its backward.
+
+        Args:
+            nodes: what lives as long as the graph.
+        """
+        if not self._looks_for_graphs or not any(node() for node in nodes):
+            return
+        gc.collect()
+        if any(node() for node in nodes):
+            expected = "nothing that keeps outputs of a chunk's modules with their gradients"
+            found = "some after its backward: a hook that collects an auxiliary loss, or stores outputs"
+            hint = (
+                "A loss made from them would have no gradient: train it without stream_config, or detach "
+                "what is stored."
+            )
+            raise PlanError([Problem("model", expected, found, hint)], "stream_config")
+        self._looks_for_graphs = False  # the model makes reference cycles: collecting each time takes long
 
     def host(self) -> HostSequence:
         """Return host memory for one sequence."""
@@ -235,16 +248,25 @@ class _Sequence:
         if targets is None:
             targets = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
         positions = given.get("position_ids")
-        if positions is None:
-            positions = torch.arange(length, device=ids.device)[None]
-        bounds, documents = chunk_bounds(length, tokens), documents_of(positions)
+        documents = (0,) if positions is None else documents_of(positions)
+        bounds = chunk_bounds(length, tokens)
         self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype, model.again)
-        self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
+        self._by_token = {"input_ids": ids, "shift_labels": targets}
+        if positions is None:  # else the model counts them, from the tokens that its cache says are before
+            positions = positions_by_padding(model.root, ids)
+        if positions is not None:
+            self._by_token["position_ids"] = positions
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:
             self._beside["num_items_in_batch"] = (targets != ignored).sum()
         self._states: list[CallState] = []
         self.output_class: Callable[..., Any] = dict
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of the call that both passes read."""
+        values = (*self._by_token.values(), *self._beside.values())
+        return tuple(item for item in values if isinstance(item, torch.Tensor))
 
     def first_pass(self) -> torch.Tensor:
         """Run all chunks without gradients; return the loss of the sequence."""
@@ -276,6 +298,7 @@ class _Sequence:
 
         Raises:
             RuntimeError: it has run before.
+            PlanError: something else would need gradients through the chunks.
         """
         if not self._states:
             raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
@@ -287,9 +310,11 @@ class _Sequence:
                 self._attention.begin(chunk, second=True)
                 with state.restored():
                     loss = self._model.model.with_parameters(leaves, **self._arguments(chunk)).loss
+                nodes = self._attention.nodes()
                 with state.autocast_restored():
                     torch.autograd.backward(loss, upstream.to(loss.dtype))
                 del loss
+                self._model.reject_kept_graph(nodes)
                 self._attention.forget(chunk)
         return [item.taken() for item in sums.values()]
 
@@ -312,6 +337,23 @@ _REPLACED = (
     "position_ids",
 )
 """Arguments of the call that are replaced for each chunk."""
+
+
+def positions_by_padding(root: nn.Module, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the positions ``[B, S]`` of a model that does not count padding (RoBERTa's family), as it does.
+
+    From the ids of a chunk alone it cannot know how much padding came before. ``None``: other models.
+    """
+    for module in root.modules():
+        make, padding = (getattr(module, name, None) for name in (_MAKES_POSITIONS, "padding_idx"))
+        if make is not None and padding is not None:
+            made: torch.Tensor = make(ids, padding)
+            return made
+    return None
+
+
+_MAKES_POSITIONS = "create_position_ids_from_input_ids"
+"""Method of the embeddings of such models in transformers."""
 
 
 def _past(chunk: range) -> Any:
@@ -373,12 +415,12 @@ class _TwoPasses(torch.autograd.Function):
         ctx: Any, sequence: _Sequence, names: tuple[str, ...], *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.sequence, ctx.names = sequence, names
-        ctx.save_for_backward(*parameters)
+        ctx.save_for_backward(*parameters, *sequence.inputs)  # autograd notices if one is written meanwhile
         return sequence.first_pass()
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-        parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=False))
         sequence: _Sequence = ctx.sequence
         return None, None, *sequence.second_pass(upstream, parameters)

@@ -26,6 +26,7 @@ from benchmarks.byte_values import (
     page_values,
     unit_bytes,
 )
+from tests.rehearsed import skip_times
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 RATES = Rates(gemm_tflops=600, attention_tflops=450, hbm_tb_per_s=4.1)
@@ -189,6 +190,7 @@ def test_numbers_must_be_positive(arguments: list[str], capsys: pytest.CaptureFi
 
 @pytest.mark.gpu
 def test_one_layer_is_measured_on_a_device() -> None:
+    skip_times()
     device = torch.accelerator.current_accelerator()
     assert device is not None
     shape = SHAPES["8b-8k"]

@@ -271,7 +271,7 @@ def test_the_first_row_of_a_compile_group_pays_for_the_compilation() -> None:
 
 def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> None:
     found = longest_jobs(TINY, [ONE, TWO], 32)
-    assert [job.workload.tokens for job in found] == [8, 16, 32] * 2
+    assert [job.workload.tokens for job in found] == [8, 8, 16, 16, 32, 32]
 
     class Full(Asked):
         def __call__(self, request: Request, limit_s: float | None) -> Line:
@@ -281,9 +281,29 @@ def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> Non
 
     asked = Full(Clock())
     said = run(session_with(path, asked), found)
-    assert asked.rows == ["one", "one", "two", "two"]
-    assert said[2].startswith("cpu one at 32 tokens: skipped, 16 tokens were too many")
-    assert session_with(path, asked).is_settled(found[1])
+    assert asked.rows == ["one", "two", "one", "two"]
+    assert said[4].startswith("cpu one at 32 tokens: skipped, 16 tokens were too many")
+    assert session_with(path, asked).is_settled(found[2])
+
+
+def test_long_sequences_are_estimated_by_their_flop() -> None:
+    """Of 8 layers of an 8B and its head, attention has an eighth at 8k tokens and two thirds at 128k."""
+    row = next(row for row in ROWS if row.name == "actswap-tiled-step")
+    found = longest_jobs(PRESETS["8b-8k-model"], [ONE, row], 2**17, first_tokens=2**15)
+    assert [(job.workload.tokens, job.row.name, job.workload.warmup_steps) for job in found] == [
+        (tokens, name, 1 if tokens == 2**17 else 3)
+        for tokens in (2**15, 2**16, 2**17)
+        for name in ("one", row.name)
+    ]
+    asked = Asked(Clock())
+    session = session_with(None, asked)
+    last = found[-1]
+    assert 50 < last.estimate_s(session) < 90
+    # What was measured at half the length is what the next estimate is made from.
+    asked.answers = {row.name: {"ms": 2000.0}}
+    before_s = last.estimate_s(session)
+    run(session, [found[1], found[3]])
+    assert last.estimate_s(session) < before_s / 2
 
 
 def test_lines_of_different_shapes_are_different_things(path: Path) -> None:
@@ -373,6 +393,11 @@ def test_the_commit_is_what_git_says_or_else_the_environment(
 ) -> None:
     monkeypatch.setenv("HF_ACTSWAP_COMMIT", "told")
     assert commit(tmp_path) == {"id": "told", "dirty": None}
+    # A copy without .git in somebody else's checkout, whose commit it has not.
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=False)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    assert commit(copy) == {"id": "told", "dirty": None}
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=False
     )
@@ -380,6 +405,38 @@ def test_the_commit_is_what_git_says_or_else_the_environment(
         assert commit(repository)["id"] == head.stdout.strip()
     monkeypatch.delenv("HF_ACTSWAP_COMMIT")
     assert commit(tmp_path)["id"] is None
+
+
+def test_a_fresh_machine_goes_on_from_what_was_fetched(path: Path) -> None:
+    """Also where it has measured something already; what had no time there replaces nothing."""
+    fetched = path.with_name("fetched.json")
+    run(session_with(fetched, Asked(Clock())), jobs(ONE, TWO))
+    clock = Clock()
+    run(session_with(path, Asked(clock)), jobs(ONE), deadline_s=clock.now_s)
+    run(session_with(path, Asked(clock)), jobs(THREE))
+    asked = Asked(clock)
+    session = Session(Records(path, fetched), asked, ABOUT, clock=clock)
+    run(session, jobs(ONE, TWO, THREE))
+    assert asked.rows == []
+    assert {line["method"]: line["status"] for line in Records(path, fetched)} == {
+        "one": "measured",
+        "two": "measured",
+        "three": "measured",
+    }
+
+
+def test_a_device_that_does_not_answer_fails_the_row_and_is_asked_again(path: Path) -> None:
+    asked = Asked(Clock())
+    broken = [{"status": "failed", "reason": "no such device", "traceback": "Traceback ..."}]
+
+    def ask(request: Request, limit_s: float | None) -> Line:
+        return broken.pop() if broken and request["kind"] == "origin" else asked(request, limit_s)
+
+    run(Session(Records(path), ask, ABOUT, clock=asked.clock), jobs(ONE, TWO))
+    assert [(line["status"], line["reason"]) for line in lines(path).values()] == [
+        ("failed", "no such device"),
+        ("measured", ""),
+    ]
 
 
 def test_the_folder_of_the_results(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import trainings
 from benchmarks.records import Records
 from benchmarks.trainings import (
     OPTIMIZER_STATES,
@@ -63,9 +64,20 @@ def test_out_of_memory_is_survived_where_it_can_be() -> None:
         train(case, MEMORY, plain.peak_bytes, CPU) for case in OUT_OF_MEMORY_CASES[1:]
     )
     assert planned.losses == plain.losses
+    assert planned.evicted_bytes > 0 == plain.evicted_bytes
     assert (without.losses, planned.phases[-1]) == ([], "stable")
     assert planned.peak_bytes <= (planned.limit_bytes or 0)
     assert "the least budget that would do" in hopeless.error.lower()
+
+
+def test_each_training_begins_without_the_cache_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the allocator holds already is given out beyond any limit: nothing would run out."""
+    done: list[str] = []
+    monkeypatch.setattr(trainings, "give_back_cached_memory", lambda _device: done.append("cleaned"))
+    monkeypatch.setattr(trainings, "_train", lambda *_: done.append("trained"))
+    for case in OUT_OF_MEMORY_CASES[:2]:
+        train(case, MEMORY, 100, CPU)
+    assert done == ["cleaned", "trained"] * 2
 
 
 def test_a_limit_is_a_share_of_what_plain_needed() -> None:

@@ -47,7 +47,7 @@ def row(
         "exact": None if compiled else True,
         "budget_bytes": None if budget_gib is None else int((budget_gib + 12.1) * GIB),
         "predicted_peak_bytes": int((gib + 12.2) * GIB),
-        "predicted_ms": 0.95 * ms,
+        "predicted_ms": 0.96 * ms,
         "steps_to_stable": 11 if compiled else 10,
         "planning_s": 3.0,
         "config": {"memory": {"reduce_by_gib": 7.0}},
@@ -81,6 +81,7 @@ def trainings() -> list[Row]:
             phases=["warm-up", "search", "stable"],
             peak_bytes=59,
             limit_bytes=60,
+            evicted_bytes=7,
         ),
         case(kind, "planned at 0.3", losses=[], error="BudgetError: expected at least 5"),
         case("optimizer states", "plain", step_ms=500.0, freed_share=0.0, **states),
@@ -93,6 +94,14 @@ def stress_tests() -> list[Row]:
     file = "tests/engine/test_gpu_stress.py"
     names = [f"{name}[{plan}]" for name in verdict.STRESS_TESTS for plan in ("auto", "windows 20")]
     return [case("test", f"{file}::{name}") | {"status": "passed"} for name in names]
+
+
+NEAR = f"tests/engine/test_device_smoke.py::{verdict.COMPARISON}"
+
+
+def comparisons() -> list[Row]:
+    near = {"status": "passed", "properties": {verdict.DIFFERENCE: 0.004}}
+    return [case("test", f"{NEAR}[{name}]") | near for name in verdict.COMPARED]
 
 
 def passing() -> list[Row]:
@@ -134,6 +143,7 @@ def passing() -> list[Row]:
         planned("compiled_checkpointing", 32768, 820, 8.7, 8.8),
         planned("compiled_half", 32768, 745, 18.6, 18.7),
         *stress_tests(),
+        *comparisons(),
         *trainings(),
     ]
 
@@ -160,7 +170,7 @@ NOT_PASSING = {
 def test_good_results_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = verdicts(passing())
     assert {claim: outcome for claim, outcome in found.items() if outcome != "pass"} == NOT_PASSING
-    assert {claim.partition(" ")[0].rstrip(":") for claim in found} == {str(n) for n in range(1, 18)}
+    assert {claim.partition(" ")[0].rstrip(":") for claim in found} == {str(n) for n in range(1, 19)}
     assert run(tmp_path, passing()) == 0
     printed = capsys.readouterr().out
     assert "FAIL" not in printed
@@ -174,8 +184,8 @@ def test_each_line_of_the_table_has_a_bound() -> None:
         (finding.claim, finding.sense): (finding.bound, finding.stretch) for finding in judge(passing())
     }
     for name, fall, mix, compiled, eager in (
-        ("8k", (0.25, 0.27), 1.30, (1.31, 1.40), 1.15),
-        ("32k", (0.30, 0.34), 1.20, (1.25, 1.35), 1.25),
+        ("8k", (0.25, 0.27), 1.30, (1.31, 1.40), (1.15, 1.20)),
+        ("32k", (0.30, 0.34), 1.20, (1.25, 1.35), (1.25, None)),
     ):
         for claim, sense, expected in (
             (f"1 {name}: actswap-compiled-auto, time over compiled", "at most", (1.01, None)),
@@ -190,7 +200,7 @@ def test_each_line_of_the_table_has_a_bound() -> None:
             (
                 f"8 {name}: actswap_plan_checkpointing, speed over hf-checkpointing",
                 "at least",
-                (eager, None),
+                eager,
             ),
             (
                 f"10 {name}: eager layers, how far others are below the planner's curve",
@@ -198,12 +208,14 @@ def test_each_line_of_the_table_has_a_bound() -> None:
                 (0.02, 0.0),
             ),
             (f"13 {name}: predicted peak off the measured, worst row", "at most", (0.02, None)),
-            (f"13 {name}: predicted time off the measured, worst row", "at most", (0.10, None)),
+            (f"13 {name}: predicted time off the measured, worst row", "at most", (0.05, None)),
+            (f"2 {name}: actswap-default-auto, time over eager", "at most", (1.02, None)),
             ("15: test_gradients_survive_delays_and_reuse, that fail", "at most", (0, None)),
             ("15: test_gradients_survive_when_memory_is_short, that fail", "at most", (0, None)),
             ("16: planned at 0.6, losses that are missing or differ", "at most", (0, None)),
             ("17: states, share that is freed in forward", "at least", (0.90, None)),
             ("17: states, step over the least it can take", "at most", (1.05, None)),
+            ("18: whole model, streamed, farther off than eager", "at most", (0.01, None)),
         ):
             assert bounds[claim, sense] == expected
 
@@ -270,6 +282,11 @@ def slow_step(ms: float) -> list[float]:
         ("planned at 0.6", None, {"losses": [3.0, 2.5]}, "16: planned at 0.6, losses"),
         ("planned at 0.6", None, {"phases": ["search"]}, "16: planned at 0.6, is stable"),
         ("planned at 0.6", None, {"peak_bytes": 61}, "16: planned at 0.6, peak over the limit"),
+        ("planned at 0.6", None, {"evicted_bytes": 0}, "16: planned at 0.6, bytes evicted"),
+        (f"{NEAR}[tiled]", None, {"properties": {verdict.DIFFERENCE: 0.011}}, "18: whole model, tiled"),
+        (f"{NEAR}[streamed]", None, {"status": "failed"}, "18: whole model, streamed"),
+        (f"{NEAR}[streamed]", None, {"properties": {}}, "18: whole model, streamed"),
+        (f"{NEAR}[tiled]", None, {"kind": "another"}, "18: whole model, tiled"),
         ("without the planner at 0.6", None, {"error": ""}, "16: without the planner at 0.6, fits"),
         ("planned at 0.3", None, {"error": ""}, "16: planned at 0.3, says how much"),
         ("ours, a tenth resident", None, {"freed_share": 0.89}, "17: states, share that is freed"),
@@ -325,9 +342,11 @@ def test_the_second_tier_is_told_and_fails_nothing(
     ids=["cpu", "fewer layers", "whole model", "search for the longest"],
 )
 def test_other_workloads_are_not_judged(tmp_path: Path, change: Callable[[Row], Row]) -> None:
-    rows = [change(row) for row in passing() if "seq" in row]
+    rows = [change(row) for row in passing() if "seq" in row] + comparisons()
     found = verdicts([{**row, "must_be_exact": False} for row in rows])
-    assert set(found.values()) == {"not measured"}
+    near = {claim: outcome for claim, outcome in found.items() if claim.startswith("18")}
+    assert set(near.values()) == {"pass"}
+    assert {outcome for claim, outcome in found.items() if claim not in near} == {"not measured"}
     assert run(tmp_path, [{**row, "must_be_exact": False} for row in rows]) == 0
 
 
@@ -364,6 +383,54 @@ def test_rows_of_different_calls_are_told() -> None:
     assert remarks["1 32k: actswap-compiled-auto, time over compiled"] == ""
 
 
+def test_a_ratio_is_to_the_measurement_that_is_nearer_in_time() -> None:
+    """Clocks drift: at the end of the stage checkpointing takes longer, and eager less time."""
+
+    def at(minute: int, values: Row) -> Row:
+        return {**values, "measured_at": f"2026-01-01T10:{minute:02}:00", "run": str(minute // 30)}
+
+    rows = [at(1, item) for item in passing()]
+    rows += [at(50, row("hf-checkpointing-again", 8192, 520, 2.8)), at(50, row("eager-again", 8192, 360, 23))]
+    rows = changed(rows, "actswap-default-auto", 8192, **at(45, {}))
+    rows = changed(rows, "actswap-mix-eager", 8192, **at(25, {}))
+    rows = changed(rows, "actswap_plan_checkpointing", 8192, **at(26, {}))
+    found = {finding.claim: finding for finding in judge(rows)}
+    late = found["2 8k: actswap-default-auto, time over eager"]
+    assert (late.measured, late.remark, late.verdict) == (pytest.approx(395 / 360), "", "FAIL")
+    early = found["6 8k: actswap-mix-eager, speed over hf-checkpointing"]
+    assert (early.measured, early.remark) == (pytest.approx(502 / 460), "")
+    late = found["8 8k: actswap_plan_checkpointing, speed over hf-checkpointing"]
+    assert (late.measured, late.remark) == (pytest.approx(520 / 435), "of different runs")
+
+
+def test_eager_measured_in_other_ways_is_no_peer() -> None:
+    rows = [*passing(), row("eager-flash", 8192, 300, 2.0), row("eager-again", 8192, 300, 2.0)]
+    rows = [{"measured_at": "2026-01-01T10:00:00", **row} for row in rows]
+    assert {finding.claim for finding in judge(rows) if finding.verdict == "FAIL"} <= {
+        "2 8k: actswap-default-auto, time over eager",
+        "2 8k: actswap-case3-auto, time over eager",
+        "5 8k: actswap-elementwise-fused, time over eager",
+        "9 8k: actswap_plan_half, time over eager",
+    }
+
+
+def test_reserved_memory_is_not_judged_where_segments_cannot_grow() -> None:
+    refused = {"environment": {"allocator": "expandable_segments:False"}}
+    rows = [{**row, **refused} if "seq" in row else row for row in passing()]
+    without = {finding.claim: finding for finding in judge(rows) if finding.verdict == "not measured"}
+    usual = {finding.claim for finding in judge(passing()) if finding.verdict == "not measured"}
+    found = {claim: finding.remark for claim, finding in without.items() if claim not in usual}
+    assert found == {
+        f"{claim}": "expandable segments are refused there"
+        for name in ("8k", "32k")
+        for claim in (
+            f"3 {name}: peak reserved over allocated, worst of ours",
+            f"11 {name}: peak reserved over the budget, worst row",
+            f"12 {name}: actswap_plan_reduce, fall of the peak, off the request",
+        )
+    }
+
+
 def test_somebody_below_the_curve_is_named() -> None:
     on_the_curve_ms = (435 + 395) / 2  # in the middle between two budgets
     rows = [*passing(), row("somebody", 8192, 0.97 * on_the_curve_ms, 7.3)]
@@ -393,6 +460,8 @@ def test_the_cases_that_are_judged_are_those_that_are_measured() -> None:
 def test_the_tests_that_are_judged_are_there(repository: Path) -> None:
     text = (repository / "tests" / "engine" / "test_gpu_stress.py").read_text(encoding="utf-8")
     assert all(f"\ndef {name}(" in text for name in verdict.STRESS_TESTS)
+    smoke = (repository / "tests" / "engine" / "test_device_smoke.py").read_text(encoding="utf-8")
+    assert f"\ndef {verdict.COMPARISON}(" in smoke
 
 
 def test_curve() -> None:

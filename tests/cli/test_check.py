@@ -90,10 +90,13 @@ def test_the_plan_is_that_of_resolve_plan(run: Run, write: Write, tiny: Path) ->
     }
 
 
+PLAIN = ("--autocast", "none", "--json")
+
+
 def test_bytes_are_those_that_the_engine_moves(run: Run, write: Write, tiny: Path) -> None:
     """On a real step of the same shape, on the CPU."""
     config = write(GOOD)
-    ended = run("check", config, "-m", tiny, "--seq", "24", "--batch", "2", "--dtype", "fp32", "--json")
+    ended = run("check", config, "-m", tiny, "--seq", "24", "--batch", "2", "--dtype", "fp32", *PLAIN)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny), dtype=torch.float32).train()
     ids = torch.ones(2, 24, dtype=torch.long)
     with apply(model, str(config)) as applied:

@@ -52,6 +52,27 @@ def test_row_and_requests(
     assert any("coupling rule 1" in item["reason"] for item in found["adjustments"]) is gives_way
 
 
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("mlp.act_fn", {"mlp.act_fn.silu": "recompute"}),
+        ("mlp.act_fn.silu", {"mlp.act_fn.silu": "recompute"}),
+        ("mlp", {"mlp.act_fn.silu": "recompute", "mlp": "keep"}),
+        ("mlp.mul", {"mlp.mul": "keep"}),
+    ],
+)
+def test_a_module_whose_ops_have_rows_of_their_own(
+    asked: str, shown: dict[str, str], run: Run, write: Write, tiny: Path
+) -> None:
+    """What `check` shows of the same configuration."""
+    config = write("recompute_config: {select_recompute: {mlp.act_fn: true}}\n")
+    found = run("explain", "3", asked, config, "-m", tiny, "--json").document["ops"]
+    assert {item["op"]: item["fate"] for item in found} == shown
+    text = run("explain", "3", asked, config, "-m", tiny).out
+    assert ("layer 3, mlp (but for the ops above): keep" in text) is (asked == "mlp")
+    assert "(not applied: keep)" not in text
+
+
 def test_alternatives_hold(run: Run, write: Write, tiny: Path) -> None:
     """Each fate that is offered is reached, and the fate that is there is not offered."""
     for layer, op, now in (("0", "mlp", "recompute"), ("1", "mlp", "swap"), ("3", "mlp", "keep")):

@@ -183,9 +183,13 @@ def test_a_quantised_base(at_peak: Any) -> None:
 
 def test_a_quantised_weight_is_whole_while_its_module_runs() -> None:
     profile, baseline = on_paper()
-    changed = with_baseline(profile, replace(baseline, passing={(1, "mlp.up_proj"): 1000}))
+    module = (1, "mlp.up_proj")
+    changed = with_baseline(profile, replace(baseline, passing={module: 1000}, passing_ms={module: 0.5}))
     for before, after in zip(profile.op_events, changed.op_events, strict=True):
         more = 1000 if before.call[:2] == (1, "mlp.up_proj.linear") else 0
+        more_ms = 0.5 if more else 0.0  # dequantised once in forward and once in backward
+        assert after.forward_ms - before.forward_ms == pytest.approx(more_ms, abs=1e-9)
+        assert after.backward_ms - before.backward_ms == pytest.approx(more_ms, abs=1e-9)
         assert after.forward_base_bytes - before.forward_base_bytes == more
         if before.backward_place >= 0:
             assert after.backward_base_bytes - before.backward_base_bytes == more

@@ -26,6 +26,7 @@ from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
 from hf_actswap.plan import model_structure
 from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.devices import device_rates
 from hf_actswap.planner.record.profile_document import profile_to_json
 
 from .conftest import TINY, Run
@@ -75,7 +76,8 @@ def test_measured_bytes_are_those_of_shapes(written: tuple[Path, Any], on_paper:
         return {(op["scope"], op["op"]): (op["saved_bytes"], op["rebuilt_bytes"]) for op in document["ops"]}
 
     assert sizes(found) == sizes(on_paper)
-    assert found["predicted"]["peak_bytes"] == pytest.approx(on_paper["predicted"]["peak_bytes"], rel=0.02)
+    paper_bytes = on_paper["predicted"]["peak_bytes"] - device_rates("H200").workspace_bytes
+    assert found["predicted"]["peak_bytes"] == pytest.approx(paper_bytes, rel=0.02)
     ops = {op["op"]: op for op in found["ops"] if op["layers"]}
     assert set(ops) == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "add"}
     assert ops["mlp"]["layers"] == [0, 1, 2, 3]
@@ -250,7 +252,7 @@ def test_what_is_not_here_is_not_measured(
     (problem,) = ended.document["problems"]
     assert (problem["where"], problem["found"]) == ("--layers", "none")
     assert run("profile", model, "--device", "abacus").code == 2
-    monkeypatch.setattr(profile_command, "profile_of", lambda *_: read_profile(str(written[0])).profile)
+    monkeypatch.setattr(profile_command, "profile_of", lambda *_, **__: read_profile(str(written[0])).profile)
     assert run("profile", model, *STEP, "--device", "B200", "-o", model / "no" / "file.json").code == 2
 
 

@@ -33,6 +33,16 @@ def test_one_document_for_scripts(run: Run, tmp_path: Path) -> None:
     assert (found["steps"], found["step_ms"], found["offloaded_bytes"]) == (4, 12.5, 4096)
 
 
+def test_a_run_without_a_step(run: Run, tmp_path: Path) -> None:
+    write_lines(tmp_path / "run", [])
+    ended = run("report", tmp_path / "run")
+    assert ended.code == 0
+    text = " ".join(ended.out.split())
+    assert "No step is recorded: the training ended before it logged anything" in text
+    assert "waits a step" not in text
+    assert "No step is recorded" in (tmp_path / "run" / "actswap" / "report.html").read_text()
+
+
 def test_a_folder_without_a_record(run: Run, tmp_path: Path) -> None:
     ended = run("report", tmp_path, "--json")
     assert ended.code == 1

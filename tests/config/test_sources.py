@@ -244,3 +244,10 @@ def test_errors_survive_pickling() -> None:
         load_config("swap_config: {swap: 1}\n")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
+
+
+@pytest.mark.parametrize(("text", "hinted"), [("atuo", True), ("Auto", True), ("adaptive.yaml", False)])
+def test_a_slip_in_the_word_auto(text: str, hinted: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    assert ("Did you mean 'auto'?" in str(caught.value)) is hinted

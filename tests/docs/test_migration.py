@@ -80,7 +80,7 @@ def test_trl(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
     assert len(entries) == 2
     # Of each layer its input alone: fp32, 64 wide, a row for each token of the step.
     moved = [entry["actswap_offloaded_gib"] for entry in entries]
-    assert moved == [LAYERS * 4 * WIDTH * entries[0]["num_tokens"]] * 2
+    assert moved == [LAYERS * 4 * WIDTH * entries[0]["num_tokens"] / 2**30] * 2
 
 
 def stand_ins() -> dict[str, Any]:

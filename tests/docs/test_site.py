@@ -56,6 +56,13 @@ def test_every_page_is_built_and_can_be_searched(site: Path) -> None:
     assert found == {"", "pages/", "recipes/", "benchmarks/", *pages}
 
 
+def test_the_link_to_the_repository_has_a_name(site: Path) -> None:
+    """The theme writes what it is given; without a name of ours it was given none."""
+    shown = re.findall(r'<div class="md-source__repository">\s*(.*?)\s*</div>', text_of(site / "index.html"))
+    assert shown
+    assert set(shown) == {"Repository"}
+
+
 def test_links_lead_to_files_of_the_site_or_of_the_repository(site: Path) -> None:
     repository = re.compile(re.escape(LINKS.repository_url()) + r"/(?:blob|tree|raw)/main/([^#]+)")
     into_repository = set()

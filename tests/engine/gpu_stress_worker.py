@@ -27,8 +27,9 @@ from tests.engine.gpu_stress import LIVES_OF_SHARDED, PLANS, Stress, small_llama
 from tests.engine.graph_lives import GRAPH_LIVES
 from tests.engine.stressed_transfer import Direction, StressedTransfer
 from tests.engine.tiny_models import on, swap_everything
+from tests.rehearsed import on_gpu
 
-PRESSED_STEPS = 100
+PRESSED_STEPS = on_gpu(100, 7)
 SHORT = 2 * len(GRAPH_LIVES)
 RESERVED_BOUND = 1.08
 _PLAN = swap_everything(20)
@@ -58,7 +59,7 @@ def pressure(device: torch.device) -> str:
         stress.learn()
         assert stress.wrong_under(_PLAN, stressed(device), SHORT) == 0
         return "right, without pressure: the CPU has no such allocator"
-    stress = Stress(small_llama(device, hidden=1024), (4, 1024))
+    stress = Stress(small_llama(device, hidden=on_gpu(1024, 256)), on_gpu((4, 1024), (4, 512)))
     stress.learn()
     total_bytes = torch.accelerator.get_memory_info(device)[1]
     step_bytes = _peak_of_steps(stress, device)
@@ -94,8 +95,8 @@ def reserved(device: torch.device) -> str:
     if device.type == "cpu":
         return "the CPU reserves nothing"
     for name in ("windows 20", "auto"):
-        model = small_llama(device, hidden=2048)
-        stress = Stress(model, (4, 2048))
+        model = small_llama(device, hidden=on_gpu(2048, 256))
+        stress = Stress(model, on_gpu((4, 2048), (4, 512)))
         applied = on(model, PLANS[name], StreamTransfer(device))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -103,7 +104,7 @@ def reserved(device: torch.device) -> str:
             stress.forward(step).backward()
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        for step in range(10):
+        for step in range(on_gpu(10, 3)):
             stress.forward(step).backward()
         torch.accelerator.synchronize(device)
         allocated = torch.accelerator.max_memory_allocated(device)
@@ -118,7 +119,10 @@ def reserved(device: torch.device) -> str:
 def unwaited(device: torch.device) -> str:
     """An engine that does not wait must be found out. In a process of its own: what it reads is anything."""
     on_cpu = device.type == "cpu"
-    stress = Stress(small_llama(device, hidden=32 if on_cpu else 256), (2, 16) if on_cpu else (4, 512))
+    stress = Stress(
+        small_llama(device, hidden=32 if on_cpu else on_gpu(256, 64)),
+        (2, 16) if on_cpu else on_gpu((4, 512), (2, 48)),
+    )
     stress.learn()
     ways: tuple[Direction, ...] = ("out", "in")
     for never_waits in ways:
@@ -150,7 +154,7 @@ def fsdp2(device: torch.device) -> str:
 
 def _stress_sharded(plan: MemoryPlan | str, device: torch.device) -> None:
     on_cpu = device.type == "cpu"
-    model: nn.Module = small_llama(device, hidden=32 if on_cpu else 256)
+    model: nn.Module = small_llama(device, hidden=32 if on_cpu else on_gpu(256, 64))
     shape = model_structure(model)
     fitting = plan if isinstance(plan, MemoryPlan) else resolve_plan(load_config(plan), shape)
     mesh = init_device_mesh(device.type, (1,))

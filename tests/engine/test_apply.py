@@ -9,12 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
+from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_actswap import MemoryPlan, PlanError, apply
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
     assert_bitwise_equal,
+    batch,
     forward,
     gradients,
     gradients_of_step,
@@ -47,6 +49,30 @@ def test_remove_leaves_no_trace(plan: MemoryPlan | str) -> None:
     assert model.config.use_cache is True
     applied.remove()
     assert snapshot(model) == before
+
+
+def test_t5_is_bitwise_as_without_a_cache_and_the_log_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "d_model": 32, "d_ff": 48, "num_layers": 2, "d_kv": 8, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).train()
+    ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def step(**more: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, **more).loss.backward()
+        return {name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None}
+
+    cached, expected = step(), step(use_cache=False)
+    assert any(not torch.equal(cached[name], one) for name, one in expected.items()), (
+        "a cache rounds otherwise"
+    )
+    with (
+        caplog.at_level("INFO", logger="hf_actswap"),
+        apply(model, {"recompute_config": {"recompute": True}}),
+    ):
+        found = step()
+    assert "bitwise those with use_cache=False" in caplog.text
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
 @every_plan
@@ -187,3 +213,22 @@ def test_adapters(plan: MemoryPlan | str) -> None:
     bare = run(None)
     assert len(bare) == 2 * 2 * NUM_LAYERS
     assert_bitwise_equal(run(plan), bare)
+
+
+def test_what_apply_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that has not configured logging: what is done, each change once, and what it saved."""
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
+    config = {
+        "swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 4, "layers": [1]}]},
+        "recompute_config": {"select_recompute": {"mlp.mul": True}},
+    }
+    model = tiny_llama()
+    with apply(model, config) as applied:
+        model(input_ids=batch(0), labels=batch(0)).loss.backward()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "use_cache" not in line]
+    changed = [str(item) for item in applied.plan.adjustments if "select_recompute" in str(item)]
+    assert [sum(item in line for line in lines) for item in changed] == [1] * len(changed) != []
+    title = lines.index("INFO - Activation plan, 4 llama layers:")
+    assert lines[title + 1].startswith("INFO -   layers 0, 2-3: recompute mlp.mul")
+    assert lines[-1].startswith("INFO - 0.000")
+    assert "less kept for backward than without a plan" in lines[-1]

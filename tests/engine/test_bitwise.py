@@ -104,6 +104,14 @@ def test_training_is_bitwise_equal(name: str, precision: str) -> None:
     assert_same_training(run, bare_run(precision))
 
 
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("name", ["everything_swapped", "swap_inside_recompute"])
+def test_in_blocks_of_several_pieces(name: str) -> None:
+    run = run_of("bf16", name)
+    assert_plan_was_at_work(name, run)
+    assert_same_training(run, bare_run("bf16"))
+
+
 def test_the_comparison_can_fail() -> None:
     with pytest.raises(AssertionError):
         assert_same_training(bare_run("bf16"), bare_run("autocast"))

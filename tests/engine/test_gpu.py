@@ -20,10 +20,11 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.rehearsed import on_gpu, skip_times
 
 pytestmark = pytest.mark.gpu
 
-BATCH, LENGTH, HIDDEN, INNER = 4, 512, 256, 512
+BATCH, LENGTH, HIDDEN, INNER = on_gpu((4, 512, 256, 512), (2, 128, 128, 256))
 PLANS: dict[str, MemoryPlan | str] = {
     **CASES,
     "everything swapped": swap_everything(20),
@@ -117,6 +118,7 @@ def test_device_memory_falls_by_what_was_copied_out(plan: MemoryPlan) -> None:
 
 
 def test_waits_are_counted_as_stalls() -> None:
+    skip_times()
     model = small_llama()
     applied = on(model, swap_everything(0))
     for step in range(3):

@@ -20,15 +20,25 @@ from hf_actswap import MemoryPlan
 from hf_actswap.engine import StreamTransfer
 from tests.engine import gpu_stress_worker
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
-from tests.engine.gpu_stress import BY_LAYER, LIVES_OF_COMPILED, PLANS, Stress, compiled, moving, small_llama
+from tests.engine.gpu_stress import (
+    BY_LAYER,
+    LIVES_OF_COMPILED,
+    PLANS,
+    Stress,
+    compiled,
+    moving,
+    needs_expandable_segments,
+    small_llama,
+)
 from tests.engine.graph_lives import GRAPH_LIVES
 from tests.engine.pretended_streams import pretend
 from tests.engine.stressed_transfer import StressedTransfer
 from tests.engine.test_gpu import device
 from tests.engine.tiny_models import on
 from tests.quick_cases import quick_named
+from tests.rehearsed import REHEARSED, on_gpu, skip_compiled
 
-BATCH, LENGTH = 4, 512
+BATCH, LENGTH = on_gpu((4, 512), (2, 48))
 CPU = torch.device("cpu")
 SHORT = 2 * len(GRAPH_LIVES)
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +62,7 @@ def stress(repeatable: None) -> Stress:
 @pytest.fixture(scope="module")
 def compiled_stress(repeatable: None) -> Iterator[Stress]:
     """Layers compiled in place; compiled once for all plans."""
+    skip_compiled()
     torch._dynamo.reset()
     model = compiled(small_llama(device()), lambda layer: layer.compile(dynamic=False))
     found = Stress(model, (BATCH, LENGTH), LIVES_OF_COMPILED)
@@ -110,13 +121,22 @@ def test_an_engine_that_does_not_wait_does_not_survive() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("allocator", ["expandable_segments:False", "expandable_segments:True"])
+@pytest.mark.parametrize(
+    "allocator",
+    [
+        "expandable_segments:False",
+        pytest.param("expandable_segments:True", marks=needs_expandable_segments),
+    ],
+)
 def test_gradients_survive_when_memory_is_short(allocator: str) -> None:
     """The allocator must take blocks back that are free but cached, in the middle of steps."""
+    if REHEARSED:
+        pytest.skip("steps that fill the allocator's segments take the CPU minutes")
     assert "right under pressure" in run_worker("pressure", PYTORCH_ALLOC_CONF=allocator)
 
 
 @pytest.mark.gpu
+@needs_expandable_segments
 def test_little_more_is_reserved_than_allocated() -> None:
     """As in the benchmark: expandable segments, peaks reset after the warm-up."""
     settings = "expandable_segments:True"

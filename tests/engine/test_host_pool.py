@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.engine.host_pool import HostBuffer, HostPool
+from hf_actswap.engine.transfer import BlockingTransfer
 
 MIB = 2**20
 UNIT = MIB // 16
@@ -171,6 +172,14 @@ def test_a_block_of_several_slabs_has_pieces_in_order() -> None:
     assert source.sizes_bytes == [2 * MIB] * 3
     assert pool.take(MIB) is None
     assert taken(pool, MIB - 17 - 256).size_bytes == MIB - 17 - 256
+
+
+@pytest.mark.parametrize("piece_bytes", [16, MIB], ids=["pieces", "one piece"])
+def test_a_copy_of_what_is_not_contiguous_is_refused(piece_bytes: int) -> None:
+    buffer = taken(HostPool(WatchedSlabs(), slab_bytes=1, piece_bytes=piece_bytes), 48)
+    buffer.hold(torch.float32, torch.Size([3, 4]))
+    with pytest.raises(ValueError, match=r"expected a contiguous tensor, found shape \[3, 4\] with strides"):
+        BlockingTransfer(torch.device("cpu")).offload(torch.ones(4, 3).t(), buffer)
 
 
 def test_pieces_are_about_equally_long() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from hf_actswap.engine import link as link_module
 from hf_actswap.engine.link import DuplexLink, Link, link_of_times, measure_link, slowest
+from tests.rehearsed import skip_times
 
 LINK = Link(8.0, 4.0, 6.0, 2.0, latency_ms=0.5)
 
@@ -103,6 +104,7 @@ def test_what_cannot_be_measured_is_rejected() -> None:
 
 @pytest.mark.gpu
 def test_a_link_is_measured_on_an_accelerator() -> None:
+    skip_times()
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     first, second = measure_link(device), measure_link(device)

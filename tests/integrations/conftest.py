@@ -13,9 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, set_seed
 
 from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
 
-CASE_1 = {"swap_config": {"swap": True, "default_prefetch": 10}}
-CASE_2 = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [0, 3]}]}}
+FULL = {"log": "full"}
+"""All statistics in the Trainer's log, the plan as a table, and a file of log lines for each rank."""
+
+CASE_1 = {**FULL, "swap_config": {"swap": True, "default_prefetch": 10}}
+CASE_2 = {**FULL, "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [0, 3]}]}}
 CASE_3 = {
+    **FULL,
     "swap_config": {
         "swap": True,
         "op_swap": [
@@ -23,7 +27,7 @@ CASE_3 = {
             {"op_name": "attention", "backward_prefetch": 10, "layers": [3]},
             {"op_name": "feed_forward", "backward_prefetch": 15, "layers": [1, 2]},
         ],
-    }
+    },
 }
 CASE_4 = {**CASE_3, "recompute_config": {"select_recompute": {"feed_forward": [0, 3]}}}
 FULL_RECOMPUTE = {"recompute_config": {"recompute": True}}

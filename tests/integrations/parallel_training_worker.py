@@ -76,10 +76,6 @@ def trained(
     return train(make(config, folder, eval_strategy="steps", eval_steps=2, **asked))
 
 
-def callback_only(settings: str, folder: Path, size: int) -> Run:
-    return train(make(parallel(size), folder, OrderedStockTrainer, **SETTINGS[settings]))
-
-
 def saving(
     folder: Path,
     size: int,
@@ -133,20 +129,17 @@ def rejections(folder: Path) -> dict[str, str]:
     """What is said, by what was asked, before the first step."""
     two = parallel(2)
     found = {}
-    for kind in (Trainer, ActSwapTrainer):
-        for name, asked in {
-            "save_strategy": {"save_strategy": "steps"},
-            "load_best_model_at_end": {**SAVING, "load_best_model_at_end": True},
-            "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
-            "auto_find_batch_size": {"auto_find_batch_size": True},
-            "optim": {"optim": "adafactor"},
-        }.items():
-            call = functools.partial(make, two, folder / "rejected", kind, **asked)
-            found[f"{kind.__name__} {name}"] = told(call)
-    stock = make(two, folder / "rejected", Trainer)
-    found["save_model"] = told(stock.save_model)
-    found["resume"] = told(lambda: stock.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-2")))
-    late = make(two, folder / "rejected", Trainer, callbacks=[])
+    for name, asked in {
+        "stock": {"kind": Trainer, "torch_compile": True, "torch_compile_backend": "eager"},
+        "save_strategy": {"save_strategy": "steps"},
+        "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+        "auto_find_batch_size": {"auto_find_batch_size": True},
+        "optim": {"optim": "adafactor"},
+    }.items():
+        found[name] = told(
+            functools.partial(make, two, folder / "rejected", **{"kind": ActSwapTrainer, **asked})
+        )
+    late = make(None, folder / "rejected", Trainer, callbacks=[])
     late.add_callback(ActSwapCallback(two))
     found["late"] = told(late.train)
     found["three ranks"] = told(lambda: make(parallel(3), folder / "rejected"))
@@ -308,7 +301,6 @@ def rejections_of_four(folder: Path) -> dict[str, str]:
     two = parallel(2)
     dispatched = {"accelerator_config": {"dispatch_batches": True}}
     return {
-        "callback": told(lambda: make(two, folder / "rejected", Trainer)),
         "dispatch": told(lambda: make(two, folder / "rejected", data=Stream(), **dispatched)),
         "three ranks": told(lambda: make(parallel(3), folder / "rejected")),
     }
@@ -324,8 +316,6 @@ def plain_ddp(settings: str, folder: Path) -> Run:
 
 TWO: dict[str, Callable[[Path], Any]] = {
     **{f"two {name}": setting(name, 2) for name in SETTINGS},
-    "callback plain": lambda folder: callback_only("plain", folder / "runs", 2),
-    "callback accumulation": lambda folder: callback_only("accumulation", folder / "runs", 2),
     "swapped": swapped,
     "in chunks": in_chunks,
     "bf16": lambda folder: trained("plain", folder / "runs", 2, bf16=True),
@@ -347,7 +337,7 @@ TWO: dict[str, Callable[[Path], Any]] = {
 }
 
 SLOW = (
-    *("two no clip", "two weight decay, one epoch", "callback accumulation", "own loop without clip"),
+    *("two no clip", "two weight decay, one epoch", "own loop without clip"),
     *("metrics in tiles", "tiled smoothing", "two small norm"),
 )
 """Cases of two ranks that a quick launch leaves out."""

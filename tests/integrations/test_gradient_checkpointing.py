@@ -9,12 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_actswap import MemoryPlan, PlanError, apply, model_structure, resolve_plan
 from hf_actswap.config import load_config
-from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
+from hf_actswap.plan import PlanRow, Windows, gradient_checkpointing
+from hf_actswap.plan.gradient_checkpointing import checkpointing_argument, checkpoints_its_call
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_recompute import held_bytes
 from tests.engine.tiny_models import (
@@ -194,7 +194,7 @@ def test_two_kinds_of_recomputation(config: dict[str, Any], layers: str) -> None
     assert message(checkpointed(), config) == (
         "model: expected gradient checkpointing or a recompute_config that recomputes something, not both, "
         f"found gradient checkpointing switched on, and recomputation in layers {layers}. "
-        "Use recompute_config and switch gradient checkpointing off (gradient_checkpointing=False): "
+        f"Use recompute_config and switch gradient checkpointing off ({checkpointing_argument()}=False): "
         "{recompute: true} does the same, and it can name layers and ops."
     )
 
@@ -208,7 +208,8 @@ def test_reentrant_checkpoints() -> None:
     expected = (
         "model: expected gradient checkpointing with use_reentrant=False beside swap, found gradient "
         "checkpointing switched on, with use_reentrant=True. A reentrant checkpoint makes a layer one "
-        'operator, and windows count operators. Write gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        "operator, and windows count operators. Write "
+        f'{checkpointing_argument()}_kwargs={{"use_reentrant": False}}.'
     )
     for keywords in (
         {"use_reentrant": True},
@@ -274,6 +275,36 @@ def test_switched_on_later_where_only_outputs_are_swapped() -> None:
     with apply(model, CASE_4):
         checkpointed(model).eval()
         assert_bitwise_equal(gradients_of_step(model), bare)
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [("5.17.0", "gradient_checkpointing"), ("5.23.0.dev0", "activation_checkpointing")],
+)
+def test_the_argument_that_messages_name(release: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hasattr(TrainingArguments("out", use_cpu=True), checkpointing_argument())
+    monkeypatch.setattr(gradient_checkpointing, "version", lambda package: release)
+    assert f"({name}=False)" in message(checkpointed(), CASE_4)
+
+
+def test_a_planner_switches_it_off_and_on_again() -> None:
+    memory = {"memory": {"mode": "adaptive"}}
+    model = checkpointed(every_n_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def on() -> list[bool]:
+        return [bool(layer.gradient_checkpointing) for layer in model.model.layers]
+
+    before = on()
+    with apply(model, memory, optimizer=optimizer):
+        assert not any(on())
+    assert on() == before
+    assert any(before)
+    with pytest.raises(PlanError, match="optimizer"):
+        apply(model, memory)
+    assert on() == before
+    with apply(model, {"memory": {"mode": "smart_swap"}}, optimizer=optimizer):
+        assert on() == before
 
 
 # Under the Trainer.

@@ -17,7 +17,7 @@ from hf_actswap import ActSwapTrainingArguments, ConfigError, MemoryPlan
 
 from ..hub_server import TOKEN, HubServer, hub_server
 
-CONFIG = {"actswap_config.yaml": "swap_config: {swap: true}\n"}
+CONFIG = {"actswap_config.yaml": "log: full\nswap_config: {swap: true}\n"}
 LAUNCH = [
     *("--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),

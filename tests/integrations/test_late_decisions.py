@@ -23,6 +23,7 @@ from .conftest import CASE_2, Tokens, losses, tiny_llama
 
 Make = Callable[..., Trainer]
 AUTO = {
+    "log": "full",
     "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": "auto", "layers": True}]},
     "memory": {"min_tensor_mib": 0.0001},
 }

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import Trainer, TrainerCallback
 
-from hf_actswap import ActSwapCallback, ActSwapTrainer, PlanError
+from hf_actswap import ActSwapCallback, ActSwapTrainer
 from hf_actswap.planner import BudgetError, Planner
 
 from .conftest import Tokens, grad_norms, losses, tiny_llama
@@ -40,7 +40,10 @@ UNPLANNED_BYTES = 2_713_992
 
 
 def planned(mode: str = "smart_swap", share: float = 0.7, **more: Any) -> dict[str, Any]:
-    return {"memory": {"mode": mode, "budget_gib": share * UNPLANNED_BYTES / GIB, **SHORT, **more}}
+    return {
+        "log": "full",
+        "memory": {"mode": mode, "budget_gib": share * UNPLANNED_BYTES / GIB, **SHORT, **more},
+    }
 
 
 @pytest.fixture
@@ -101,6 +104,16 @@ def assert_like_plain(trainer: Trainer, plain: Trainer) -> None:
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     assert hooks_of(trainer.model) == hooks_of(plain.model)
+
+
+def test_a_plan_that_only_an_evaluation_met_is_no_plan_that_did_nothing(
+    training: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The planner puts the first plan on after the last step; the evaluation runs under it."""
+    trainer = training(planned(), max_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+    assert "The plan did nothing" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["smart_swap", "adaptive"])
@@ -284,8 +297,60 @@ def test_our_own_trainer(make_trainer: Make, tmp_path: Path) -> None:
     assert losses(trainer) == losses(plain)
 
 
-def test_gradient_checkpointing_beside_adaptive_is_rejected(training: Make) -> None:
+def test_gradient_checkpointing_beside_adaptive_is_off_meanwhile(training: Make) -> None:
+    plain = training(None, callback=False, gradient_checkpointing=True)
+    plain.train()
     trainer = training(planned("adaptive"), gradient_checkpointing=True)
-    with pytest.raises(PlanError, match="gradient checkpointing"):
+    watch = Watch(trainer)
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert watch.phases[-1] == "stable"
+    assert watch.rows
+    assert trainer.args.gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in trainer.model.model.layers)
+
+
+def test_where_everything_fits_the_time_without_a_plan_was_measured(
+    training: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = training({"memory": {"mode": "adaptive", **SHORT}}, max_steps=6)
+    watch = Watch(trainer)
+    with caplog.at_level(logging.INFO, logger="hf_actswap"):
         trainer.train()
-    assert trainer.state.global_step == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert said[-1].endswith(" ms without a plan (measured).")
+    assert len([line for line in said if "without a plan" in line and " ms" in line]) == 1
+    assert len(said) <= 10
+    assert repr(watch.planner) == "<Planner adaptive, stable: everything is kept>"
+
+
+def test_a_training_that_goes_on_uses_the_plan_of_its_checkpoint(
+    training: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    whole = training(planned(), **saved)
+    whole.train()
+    folders = {name: tmp_path / "out" / f"checkpoint-{name}" for name in (3, 6)}
+    assert not (folders[3] / "actswap_plan.json").exists()  # in the search
+    found = json.loads((folders[6] / "actswap_plan.json").read_text())
+    assert found["made_for"]["batch_shape"] == [4, LENGTH]
+    for resumed_from, asked, phase, words in (
+        (str(folders[6]), planned(), "stable", "stable: the plan of"),
+        (True, planned(), "stable", "stable: the plan of"),
+        (str(folders[6]), planned(share=0.8), "warm-up", "was made for another run (requested"),
+        (str(folders[3]), planned(), "warm-up", "warm-up, 2 step(s)"),
+    ):
+        caplog.clear()
+        trainer = training(asked, **saved, max_steps=12 if resumed_from is True else 10)
+        watch = Watch(trainer)
+        with caplog.at_level(logging.INFO, logger="hf_actswap"):
+            trainer.train(resume_from_checkpoint=resumed_from)
+        assert watch.phases[0] == phase, resumed_from
+        assert words in caplog.text
+        begun = 10 if resumed_from is True else trainer.state.global_step
+        assert losses(trainer)[:begun] == losses(whole)
+    (folders[6] / "actswap_plan.json").write_text("{")
+    trainer = training(planned(), **saved)
+    trainer.train(resume_from_checkpoint=str(folders[6]))
+    assert "The plan of the checkpoint is not used, and one is searched" in caplog.text
+    assert losses(trainer) == losses(whole)

@@ -104,3 +104,14 @@ def test_a_training_that_fails_says_nothing_of_a_saving(
     with caplog.at_level("INFO", logger="hf_actswap"), pytest.raises(OSError, match="data loader"):
         trainer.train()
     assert not any("without a plan" in record.getMessage() for record in caplog.records)
+
+
+def test_whole_layers_that_are_recomputed_are_counted(make_trainer: Make) -> None:
+    """The run on fake tensors that counts them must not go through their checkpoints."""
+    plain = make_trainer({}, max_steps=6)
+    plain.train()
+    most = plain.state.log_history[-1]["actswap_peak_gib"]
+    trainer = make_trainer({"recompute_config": {"recompute": True}}, max_steps=6)
+    metrics = trainer.train().metrics
+    peak, saved = metrics["actswap_peak_gib"], metrics["actswap_saved_gib"]
+    assert peak < most <= peak + saved < 1.2 * most

@@ -57,7 +57,8 @@ def test_the_trainer_trains_as_without(
         lengths.clear()
         trainer.train()
         runs[name] = losses(trainer), grad_norms(trainer)
-        assert set(lengths) == ({5, 1} if config else {16})
+        checked = {11, 4, 3}  # a few tokens ahead of the first call, whole and in chunks
+        assert set(lengths) == ({5, 1, *checked} if config else {16})
     for whole, streamed in zip(runs["whole"], runs["streamed"], strict=True):
         assert len(streamed) == 4
         assert streamed == pytest.approx(whole, rel=5e-3 if "bf16" in settings else 1e-5)
@@ -103,7 +104,7 @@ def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest
 def test_layers_that_fit_are_kept(
     make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = {**STREAMED, "memory": {"mode": "adaptive", "budget_gib": 1}}
+    config = {**STREAMED, "log": "full", "memory": {"mode": "adaptive", "budget_gib": 1}}
     trainer = make_trainer(config, max_steps=2, gradient_accumulation_steps=2)
     with caplog.at_level(logging.INFO, logger="hf_actswap"):
         trainer.train()

@@ -134,7 +134,7 @@ def test_the_plan_and_the_peak_are_logged(
     make_trainer: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="hf_actswap"):
-        metrics = make_trainer(TILES, max_steps=5).train().metrics
+        metrics = make_trainer({"log": "full", **TILES}, max_steps=5).train().metrics
     assert "tiles of 5 tokens" in caplog.text
     assert "Nothing is swapped" not in caplog.text
     last = caplog.records[-1].getMessage()

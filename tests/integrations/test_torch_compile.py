@@ -11,13 +11,16 @@ from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerCallback
 
 from hf_actswap import ActSwapCallback, PlanError
-from hf_actswap.integrations.callback import called_model
+from hf_actswap.integrations.calling_trainer import called_model
 
 from .conftest import CASE_1, CASE_2, CASE_3, FULL_RECOMPUTE, grad_norms, losses, tiny_llama
 
 Make = Callable[..., Trainer]
 COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4}
-EVERY_LAYER = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]}}
+EVERY_LAYER = {
+    "log": "full",
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
+}
 AUTO = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": "auto", "layers": True}]}}
 WHOLE, REGIONAL = "whole", "regional"
 
@@ -110,7 +113,10 @@ def test_regions_have_fates_of_their_own(compiling: Make) -> None:
     """Two layers of four: half of what all four are."""
     everything = compiling(REGIONAL, EVERY_LAYER, max_steps=1)
     everything.train()
-    inner = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [1, 2]}]}}
+    inner = {
+        "log": "full",
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [1, 2]}]},
+    }
     half = compiling(REGIONAL, inner, max_steps=1)
     half.train()
     assert swapped_bytes(everything)[0] == 2 * swapped_bytes(half)[0] > 0

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_actswap
 from hf_actswap import ActSwapCallback, ActSwapTrainer, MemoryPlan, PlanError
+from hf_actswap.report.run_files import read_run
 
 from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, CASES, Tokens, grad_norms, losses, tiny_llama
 
@@ -122,7 +123,7 @@ def test_the_documents_grep_prints_exactly_their_lines(
     assert printed.splitlines() == expected
 
 
-@pytest.mark.parametrize("log", ["summary", "reference"])
+@pytest.mark.parametrize("log", ["summary", "full", "reference"])
 def test_what_reaches_the_console_of_a_program_without_logging(
     make_trainer: Make,
     capsys: pytest.CaptureFixture[str],
@@ -132,16 +133,75 @@ def test_what_reaches_the_console_of_a_program_without_logging(
 ) -> None:
     monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
     recompute = {"select_recompute": {"feed_forward": [0, 3], "input_layernorm.mul": True}}
-    make_trainer({**CASE_4, "recompute_config": recompute, "log": log}, max_steps=1).train()
+    make_trainer({**CASE_4, "recompute_config": recompute, "log": log}, max_steps=2).train()
     shown = capsys.readouterr().err
     for line in (
         "INFO - Set op_swap at layer 3: .attention, value=10",
         "WARNING - input_layernorm.mul operator in all layers that is enabled swap do not work!",
     ):
         assert (line in shown) is (log == "reference")
-        assert f"-{line}" in (tmp_path / "out" / "worker_0.log").read_text()
-    assert "Activation plan: 4 llama layers" in shown
-    assert "│ 1-2 " in shown
+        if log != "summary":
+            assert f"-{line}" in (tmp_path / "out" / "worker_0.log").read_text()
+    assert ("│ 1-2 " in shown) is (log != "summary")
+    if log == "summary":
+        lines = [line for line in shown.splitlines() if line.startswith(("INFO - ", "WARNING - "))]
+        assert lines[:3] == [
+            "INFO - Activation plan, 4 llama layers:",
+            "INFO -   layers 0, 3: swap self_attn; recompute mlp, input_layernorm.mul",
+            "INFO -   layers 1-2: swap self_attn, mlp; recompute input_layernorm.mul",
+        ]
+        *_, stays, moved, end = lines
+        assert "stay on the device" in stays
+        assert moved.startswith("INFO - A step moves 0.000")
+        assert moved.endswith(" GiB again.")
+        assert "without a plan (counted: what it swaps and recomputes)" in end
+        assert len(lines) == 6
+        assert list((tmp_path / "out").glob("*")) == []
+
+
+def test_notes_take_two_lines_at_most(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    foreign = {"monitor_config": {}, "runner_config": {}, "callbacks": []}
+    for log, count in (("summary", 2), ("full", 3)):
+        trainer = make_trainer({**CASE_4, **foreign, "log": log}, max_steps=1)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="hf_actswap"):
+            trainer.train()
+        said = [record.getMessage() for record in caplog.records]
+        first = next(at for at, line in enumerate(said) if "Activation plan" in line)
+        assert first == count
+        assert any("2 more note(s) on the configuration" in line for line in said) is (log == "summary")
+
+
+def test_a_run_writes_where_it_was_asked_to(make_trainer: Make, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = []
+    for log, trackers in (("summary", "none"), ("summary", ["tensorboard"]), ("full", "none")):
+        trainer = make_trainer({**CASE_4, "log": log}, max_steps=2, report_to=trackers)
+        trainer.train()
+        found.append(sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name in WRITTEN))
+        (line,) = [entry for entry in trainer.state.log_history if entry.get("step") == 1]
+        ours = {name for name in line if name.startswith("actswap_")}
+        assert ours >= {"actswap_saved_gib", "actswap_stall_ms"}
+        assert ("actswap_recomputes" in ours) is (log == "full")
+    assert found == [
+        [],
+        ["runs/actswap/run.json"],
+        ["actswap/run.json", "runs/actswap/run.json", "worker_0.log"],
+    ]
+    assert read_run(out).folder == out / "actswap"  # the later of the two
+
+
+WRITTEN = ("run.json", "worker_0.log")
+
+
+def test_a_run_always_ends_with_a_line(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="hf_actswap")
+    for actswap, words in (
+        ("auto", "ended in the planner's warm-up, before a plan was found"),
+        (CASE_4, "counted: what it swaps and recomputes"),
+    ):
+        make_trainer(actswap, max_steps=1).train()
+        assert words in caplog.records[-1].getMessage()
 
 
 def trained_without_a_plan(make_trainer: Make) -> dict[str, Any]:
@@ -221,7 +281,7 @@ def test_the_lines_of_the_reference_are_there_for_who_asks_for_debug(
     make_trainer: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("DEBUG", logger="hf_actswap"):
-        make_trainer(CASE_4, max_steps=1).train()
+        make_trainer({**CASE_4, "log": "summary"}, max_steps=1).train()
     levels = {record.levelname for record in caplog.records if "Set op_swap" in record.getMessage()}
     assert levels == {"DEBUG"}
 
@@ -304,7 +364,7 @@ def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_pat
     by_plan.train()
     by_hand.train()
     assert losses(by_plan) == losses(by_hand)
-    for name in ("actswap_offloaded_gib", "actswap_recomputes"):
+    for name in ("actswap_saved_gib",):
         assert by_plan.state.log_history[0][name] == by_hand.state.log_history[0][name] > 0
 
 

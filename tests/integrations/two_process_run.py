@@ -17,7 +17,10 @@ from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
 from tests.integrations.conftest import CASES, Tokens, grad_norms, losses, tiny_llama
 
 STEPS = 20
-EVERY_LAYER = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]}}
+EVERY_LAYER = {
+    "log": "full",
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
+}
 
 Run = tuple[list[float], list[float], list[torch.Tensor], float]
 """Losses, gradient norms, weights, and bytes offloaded in a step."""

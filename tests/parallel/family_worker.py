@@ -17,6 +17,7 @@ from hf_actswap.parallel.patch_model import Patched, PatchError, patch_model
 from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
 from tests.parallel.patched_models import FAMILIES, NOT_TESTED, tiny_model
 from tests.processes import launch, run_cases
+from tests.stream.family_steps import streamed
 
 RIGHT, REJECTED, WRONG = "right", "rejected", "wrong"
 ODD_LENGTH = LENGTH + 1
@@ -113,6 +114,10 @@ def planned(family: str, plan: str, _group: dist.ProcessGroup) -> Finding:
     return (WRONG, "; ".join(wrong[:3])) if wrong else (RIGHT, "")
 
 
+def _streamed(family: str, _group: dist.ProcessGroup) -> Finding:
+    return streamed(family)
+
+
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
@@ -123,12 +128,16 @@ def run_families(families: Sequence[str], rank: int, folder: str) -> None:
 
 
 def run_everything(rank: int, folder: str) -> None:
-    """Divide all families among two ranks, and put plans on them."""
+    """Divide all families among two ranks, put plans on them, and run them in chunks."""
     plans = {
         family: {plan: (partial(planned, family, plan), [[place % 2]]) for plan in PLANS}
         for place, family in enumerate(FAMILIES)
     }
-    _run(rank, folder, 2, {f: {**plans[f], **_divisions(f)} for f in FAMILIES})
+    chunks = {
+        family: {"stream": (partial(_streamed, family), [[place % 2]])}
+        for place, family in enumerate(FAMILIES)
+    }
+    _run(rank, folder, 2, {f: {**plans[f], **chunks[f], **_divisions(f)} for f in FAMILIES})
 
 
 def run_on_four(rank: int, folder: str) -> None:

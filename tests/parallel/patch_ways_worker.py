@@ -498,6 +498,7 @@ def run_rejections(group: Group) -> dict[str, str]:
         "untouched": str(before == {name: tuple(p.shape) for name, p in odd.named_parameters()}),
         "group": _rejection(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
         "unknown": _rejection(lambda: patch(tiny_model("mamba")), PatchError),
+        "sparse": _rejection(lambda: patch(tiny_model("big_bird")), PatchError),
         "inside": _rejection(lambda: patch(llama4_with_images()), PatchError),
         "behind the sum": _rejection(lambda: behind(input_ids=ids, labels=ids), RuntimeError),
         "twice": _rejection(lambda: patch(twice), PatchError),

@@ -74,7 +74,7 @@ _OWN: dict[str, dict[str, Any]] = {
     **{family: {"rotary_dim": 4} for family in ("gptj", "codegen")},
     **{family: {"output_router_logits": False} for family in ("deepseek_v4", "flint")},
     "bamba": {"attn_layer_indices": [1]},
-    "big_bird": {"attention_type": "original_full"},
+    "big_bird": {"block_size": 2, "num_random_blocks": 1},
     "blt": {
         **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config"), _BYTES),
         "global_config": {**_BYTES, "hidden_size": 64, "head_dim": 16},

@@ -248,6 +248,7 @@ REJECTIONS = {
     "heads": "a divisor of 3, the number of attention heads",
     "group": "expected 4 ranks",
     "unknown": "whose projections are known",
+    "sparse": "Load the model with attention_type='original_full'",
     "inside": "Llama4ForConditionalGeneration around a Llama4ForCausalLM. Pass its language_model",
     "behind the sum": "in it is added to what the ranks sum",
     "twice": "divided already",

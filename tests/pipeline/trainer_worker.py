@@ -103,7 +103,7 @@ def pipeline(stages: int, schedule: str = "1f1b", interleaves: int = 1, **sectio
     """The configuration of a pipeline of so many stages; of one, of nothing but its tables."""
     parallel: dict[str, Any] = {"pp_interleave_num": interleaves}
     parallel |= {"pipeline_stage": stages, "schedule": schedule} if stages > 1 else {}
-    return {**sections, "parallel_config": parallel | sections.get("parallel_config", {})}
+    return {"log": "full", **sections, "parallel_config": parallel | sections.get("parallel_config", {})}
 
 
 def trainer_of(

@@ -73,7 +73,7 @@ def test_hooks_are_back_after_an_error(tiny_model: MakeModel, called: list[str])
     assert hooks_of(model) == before
 
 
-def test_a_hook_that_the_model_installs_itself_stays(tiny_model: MakeModel) -> None:
+def test_a_model_that_installs_a_hook_in_its_first_call_installs_it_again(tiny_model: MakeModel) -> None:
     """Catches routers whose logits transformers never collects again: it marks the model as done."""
     model = tiny_model("mixtral")
     model.config.output_router_logits = True
@@ -126,34 +126,42 @@ def test_weights_of_a_wrapper_class_are_not_touched(tiny_model: MakeModel) -> No
 
 
 class CountingHead(nn.Linear):
-    """Writes into a buffer in each forward, and remembers which weight it ran with."""
+    """Writes into a buffer, a list and an attribute in each forward; reports which weight it ran with."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, width: int, vocabulary: int, ran_with: Callable[[Any], None]) -> None:
         super().__init__(width, vocabulary, bias=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.ran_with: list[Any] = []
+        self.seen: dict[str, list[Any]] = {"hidden": []}
+        self.longest = 0
+        self._ran_with = ran_with
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        self.ran_with.append(self.weight)
+        self.longest = max(self.longest, hidden.shape[1])
+        self.seen["hidden"].append(hidden)
+        self.seen["last"] = [hidden]
+        self.last_weight = self.weight
+        self._ran_with(self.weight)
         return super().forward(hidden)
 
 
 def test_buffers_stay_and_tied_weights_stay_tied(tiny_model: MakeModel) -> None:
     model = tiny_model("llama")
     embedding = model.get_input_embeddings()
-    model.lm_head = CountingHead(16, 64)
+    met, ran_with = list[Any](), list[Any]()
+    model.lm_head = CountingHead(16, 64, ran_with.append)
     model.lm_head.weight = embedding.weight
-    met: list[Any] = []
     plain = embedding.forward
     embedding.forward = lambda ids: (met.append(embedding.weight), plain(ids))[1]
     assert model_structure(model).functions_known
     assert model.lm_head.calls == 0
     assert isinstance(met[0], FakeTensor)
-    assert met[0] is model.lm_head.ran_with[0]
+    assert met[0] is ran_with[0]
     assert met[0].requires_grad
     assert model.lm_head.weight is embedding.weight
     assert not isinstance(embedding.weight, FakeTensor)
+    head = model.lm_head
+    assert (head.longest, head.seen, hasattr(head, "last_weight")) == (0, {"hidden": []}, False)
 
 
 def test_saved_tensor_hooks_around_it_meet_nothing_fake(tiny_model: MakeModel) -> None:

@@ -13,10 +13,11 @@ from hf_actswap.engine import StreamTransfer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from tests.rehearsed import on_gpu
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, LAYERS, BATCH, STEPS = 2048, 8, 256, 6
+WIDTH, LAYERS, BATCH, STEPS = on_gpu((2048, 8, 256, 6), (256, 8, 32, 6))
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 KINDS: dict[str, Make] = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),

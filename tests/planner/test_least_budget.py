@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 
 from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.config.schema import MemoryConfig
-from hf_actswap.planner import PlannedTraining, least_budget
+from hf_actswap.planner import BudgetError, PlannedTraining, least_budget
 from hf_actswap.planner.least_budget import LeastBudget
 from tests.engine.tiny_models import tiny_llama, tiny_neox
-from tests.planner.simulated_device import train
+from tests.planner.simulated_device import on_device, train
 from tests.quick_cases import quick_first
 
 GIB = 2**30
@@ -61,12 +62,46 @@ def test_it_is_the_same_at_every_depth(share: float) -> None:
                 optimizer.step()
 
         planner = apply(model, {"memory": memory}, optimizer=optimizer)
-        with planner, pytest.raises(torch.OutOfMemoryError) as caught:
+        with planner, pytest.raises(BudgetError, match=r"memory\.budget_gib: expected at least") as caught:
             steps()
-        return named_bytes(str(caught.value)) / weights
+        assert all(weight.grad is None for weight in model.parameters())  # ahead of the first backward
+        assert len(traceback.extract_tb(caught.value.__traceback__)) < 8
+        return caught.value.least_bytes / weights
 
     assert named(share) == pytest.approx(named(0.9), rel=2e-3)
     assert named(share) > 4
+
+
+def test_a_budget_that_a_first_forward_exceeds_is_a_budget_error() -> None:
+    """Weights, gradients and states fit; on a CPU the budget is the limit of the device that is counted."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(), torch.zeros(8, 512, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget_gib = 5 * sum(weight.nbytes for weight in model.parameters()) / GIB
+    planner = apply(model, {"memory": {"mode": "smart_swap", "budget_gib": budget_gib}}, optimizer=optimizer)
+    with pytest.raises(BudgetError, match=r"`tile_config: \{loss: auto\}`, or `mode: adaptive`") as caught:
+        model(input_ids=ids, labels=ids)
+    planner.remove()
+    assert caught.value.least_bytes > budget_gib * GIB
+
+
+def test_the_least_budget_counts_tiles_and_says_how_to_get_them() -> None:
+    """In a loop of the user's own a backward cannot be run again, so the planner adds no tiles by itself."""
+    torch.manual_seed(0)
+    model = tiny_llama(vocab_size=1024, num_hidden_layers=2).train()
+    optimizer, ids = torch.optim.AdamW(model.parameters()), torch.zeros(1, 2560, dtype=torch.long)
+    with on_device(model, 24_000_000) as device:
+        planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=device)
+        loss = model(input_ids=ids, labels=ids).loss
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            loss.backward()
+        planner.remove()
+    text = str(caught.value)
+    tiled = re.search(r"With head, mlp, .* in tiles ([\d.]+) GiB would do", text)
+    assert tiled is not None, text
+    assert float(tiled[1]) * GIB < 0.7 * named_bytes(text)
+    assert "`tile_config: {loss: auto, tile: {op_name: feed_forward}}`" in text
+    assert "`Planner.micro_batch`" in text
 
 
 def test_the_budget_that_is_named_would_do(peak_bytes: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import MemoryPlan, PlanError, apply
+from hf_actswap.plan.fingerprint import fingerprint_of
 from hf_actswap.planner import BudgetError
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
@@ -147,7 +148,11 @@ def test_the_plan_file_spares_the_search(
     path = tmp_path / "plan.json"
     path.write_text(text)
     memory = memory_of(unplanned, path)
-    assert MemoryPlan.from_json(text).rows == first.plan_rows
+    plan = MemoryPlan.from_json(text)
+    assert plan.rows == first.plan_rows
+    assert plan.fingerprint == fingerprint_of(
+        tiny_llama(), tuple(json.loads(text)["made_for"]["batch_shape"])
+    )
     assert json.loads(text)["measured"]["predicted_peak_bytes"] > 0
     second = train(tiny_llama, memory, steps=4)
     assert second.phases == ["stable"] * 4

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap.plan import model_structure
+from hf_actswap.plan.gradient_checkpointing import checkpointing_argument
 from hf_actswap.planner.start import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
 
 MODES = ("smart_swap", "adaptive")
@@ -56,7 +57,7 @@ def test_gradient_checkpointing_beside_adaptive(every: int, layers: str) -> None
     assert problems(model, "smart_swap") == []
     (problem,) = problems(model, "adaptive")
     assert problem.startswith("memory.mode: expected gradient checkpointing switched off beside adaptive")
-    assert f"found it switched on in layers {layers}. Write gradient_checkpointing=False" in problem
+    assert f"found it switched on in layers {layers}. Write {checkpointing_argument()}=False" in problem
     switch_on(model, checkpoint, every=99)
     model.model.layers[0].gradient_checkpointing = False
     assert problems(model, "adaptive") == []

@@ -17,8 +17,9 @@ from hf_actswap.plan.saved_bytes import dropped_bytes
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.devices import DEVICES, device_rates
+from hf_actswap.planner.record.op_times import attention_flops
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.record.shapes import RooflineClock, attention_flops, profile_from_shapes
+from hf_actswap.planner.record.shapes import RooflineClock, profile_from_shapes
 from tests.engine.tiny_models import snapshot, tiny_llama
 from tests.planner.recorded_steps import (
     MODELS,

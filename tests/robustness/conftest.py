@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 CONFIG = """\
+log: full
 swap_config:
   swap: true
   op_swap:

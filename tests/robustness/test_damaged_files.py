@@ -26,6 +26,7 @@ from hf_actswap.planner.profile import FrontierPoint
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.report.run_files import ReportError
 from hf_actswap.report.write_report import write_report
+from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import MODELS, recorded
 from tests.report.recorded_runs import train_recorded
 
@@ -124,9 +125,8 @@ PLAN = MemoryPlan(
 def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A text of each kind that is right."""
     folder = tmp_path_factory.mktemp("right")
-    write_plan(
-        folder / "plan.json", PLAN, MadeFor("llama", (2, 8), "bf16", "cpu", 1, "{}"), {"budget_bytes": 5}
-    )
+    made_for = MadeFor("llama", (2, 8), "bf16", "cpu", 1, "{}")
+    write_plan(folder / "plan.json", PLAN, tiny_llama(), made_for, {"budget_bytes": 5})
     made, _ = recorded(MODELS["tied"]())
     profile = replace(
         made,

@@ -65,6 +65,9 @@ class Memory:
 
 def measure(applied: AppliedPlan) -> Memory:
     """Measure, after a collection; asking for the statistics adds up the waits that are still listed."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        torch.accelerator.synchronize(accelerator)  # a copy that still runs holds its source
     stats = applied.stats()
     gc.collect()
     alive = gc.get_objects()
@@ -72,7 +75,6 @@ def measure(applied: AppliedPlan) -> Memory:
     found = [one for one in alive if type(one) in real]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
     ours = sum(str(type(one).__module__).startswith("hf_actswap") for one in alive)
-    accelerator = torch.accelerator.current_accelerator()
     return Memory(
         len(found),
         sum(storages.values()),
@@ -123,6 +125,16 @@ def nothing_grows(steps: int, plan: str, device: torch.device) -> None:
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_grows_over_the_steps(steps: int, plan: str) -> None:
     nothing_grows(steps, plan, torch.device("cpu"))
+
+
+def test_a_device_is_waited_for_before_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _device: asked.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: asked.append("read") or 7)
+    with on(tiny_llama(), swap_everything(5)) as applied:
+        assert measure(applied).device_bytes == 7
+    assert asked == ["synchronize", "read"]
 
 
 @pytest.mark.gpu

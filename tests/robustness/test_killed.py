@@ -104,7 +104,7 @@ def test_one_model_on_two_processes_killed(arguments: list[str], tmp_path: Path)
 def test_streamed_sequences_killed(arguments: list[str], tmp_path: Path) -> None:
     """With dropout, whose random numbers the chunks of both passes draw."""
     config, model = tmp_path / "streamed.yaml", tmp_path / "model"
-    config.write_text("stream_config: {tokens: 12}\n")
+    config.write_text("log: full\nstream_config: {tokens: 12}\n")
     sizes: dict[str, int] = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     Phi3Config(**sizes, resid_pdrop=0.1).save_pretrained(model)

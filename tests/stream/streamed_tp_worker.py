@@ -20,6 +20,7 @@ from hf_actswap.parallel import (
     tensor_parallel_group,
 )
 from hf_actswap.planner import BudgetError, CountingMeter
+from hf_actswap.stream import two_passes
 from hf_actswap.stream.host_sequence import HostSequence
 from tests.parallel.patch_ways_worker import counted
 from tests.parallel.patch_worker import config
@@ -60,7 +61,8 @@ def one_step(model: Any, document: dict[str, Any], group: Any, **given: Any) -> 
     predicted: list[int] = []
     parallel = {"parallel_config": {"tensor_parallel_size": WORLD_SIZE}} if group else {}
     noted = mock.patch.object(HostSequence, "make_ready", lambda _, size, longest: predicted.append(size))
-    with tensor_parallel_group(group), noted, apply(model, {**document, **parallel}) as applied:
+    unchecked = mock.patch.object(two_passes, "check_few_tokens")  # it communicates too: see `run_adaptive`
+    with tensor_parallel_group(group), noted, unchecked, apply(model, {**document, **parallel}) as applied:
         with counted(calls):
             loss, _ = step(model, **given)
         stats = applied.stats()

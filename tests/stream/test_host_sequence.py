@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import PlanError, apply
+from hf_actswap.engine import host_pool
+from hf_actswap.engine.blocks import Blocks
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.link import Link
@@ -86,6 +88,37 @@ def test_no_room_is_an_error_that_says_what_to_do() -> None:
         host.put("a", torch.ones(20), torch.ones(20))
     host.close()
     assert pool.used_bytes == 0
+
+
+def test_what_is_not_contiguous_is_named_and_nothing_is_taken() -> None:
+    host, pool = sequence(RecordingTransfer())
+    with pytest.raises(ValueError, match=r"for a: expected contiguous.*\[3, 2\] with strides \[1, 3\]"):
+        host.put("a", torch.ones(4), torch.ones(2, 3).t())
+    assert "a" not in host
+    assert pool.used_bytes == 0
+
+
+def as_flash_leaves_it(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attend` returns, with the output in the memory layout (batch, tokens, heads, size)."""
+    out, total = attend(*given)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), total
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("family", ["llama", "gemma2, windows and softcapping", "llama4, blocks"])
+def test_flash_attentions_layout_in_blocks_of_several_pieces(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = made(family), {"stream_config": {"tokens": 32}}
+    with pytest.MonkeyPatch.context() as patch:  # one piece of each block
+        patch.setattr(host_pool, "Blocks", lambda _: Blocks(32 * host_pool.MIB))
+        with apply(model, config):
+            loss, expected = step(model)
+    monkeypatch.setattr(streamed_attention, "attend", as_flash_leaves_it)
+    with apply(model, config):
+        in_pieces, found = step(model)
+    assert torch.equal(in_pieces, loss)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3, windows", "llama4, blocks"])
@@ -303,7 +336,7 @@ def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.Monk
     left = (16 - 3) + 0 + (48 - 33)  # behind the first chunk, the second (a document begins at 32), the third
     assert stats.offloaded_bytes == layers * (2 * left * of_keys + LENGTH * of_output)
     assert stats.prefetched_bytes == layers * (3 * left * of_keys + 2 * LENGTH * of_output)
-    assert [stats.host_peak_bytes] == predicted
+    assert stats.host_peak_bytes == predicted[-1], "after that of the few tokens that are checked"
     whole = layers * (48 * 2 * of_keys + LENGTH * of_output)  # test_copied_bytes_and_host_memory_by_formula
     assert stats.host_peak_bytes < 0.8 * whole
 
@@ -323,13 +356,13 @@ def test_host_memory_and_copies_are_predicted_to_the_byte(
     with apply(model, {"stream_config": {"tokens": tokens, "grad_accum_dtype": dtype}}) as applied:
         step(model)
         stats = applied.stats()
-    assert [stats.host_peak_bytes] == predicted
+    assert stats.host_peak_bytes == predicted[-1], "after that of the few tokens that are checked"
     if "blocks" in family:
         return  # its mask cannot be told on fake tensors
     with traced(model, TOKENS, dtype) as layers:
         record_saved(model, model_structure(model), kwargs=data(TOKENS))
     first, second = passes(layers.values(), chunk_bounds(LENGTH, tokens))
-    assert [host_bytes(layers.values(), chunk_bounds(LENGTH, tokens))] == predicted
+    assert host_bytes(layers.values(), chunk_bounds(LENGTH, tokens)) == predicted[-1]
     assert stats.offloaded_bytes == first.out_bytes + second.out_bytes
     assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
 

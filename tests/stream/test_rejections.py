@@ -15,6 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    Data2VecTextConfig,
+    Data2VecTextForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPTNeoXConfig,
@@ -25,10 +29,16 @@ from transformers import (
     JambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    XmodConfig,
+    XmodForCausalLM,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,8 +47,9 @@ from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structur
 from hf_actswap.cli.subject import rank_0_of
 from hf_actswap.plan.actions import SequenceChunks
 from hf_actswap.report import plan_table
+from hf_actswap.stream import two_passes
 from hf_actswap.stream.two_passes import auto_tokens
-from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, data, furthest, made, step
+from tests.stream.streamed_models import IGNORED, LENGTH, SIZES, STREAMED, data, furthest, made, step
 
 
 def checkpointed() -> Any:
@@ -54,6 +65,10 @@ def with_loss_of_its_own() -> Any:
 
 
 _EXPERTS = {**SIZES, "num_local_experts": 4}
+_SMALL_OPT = {
+    **{"vocab_size": 100, "hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32},
+    **{"num_attention_heads": 4, "num_hidden_layers": 2},
+}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "linear attention": (
         lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 4}, head_dim=8)),
@@ -86,6 +101,14 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
             GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, attention_dropout=0.1)
         ),
         "config.attention_dropout 0, found 0.1",
+    ),
+    "sinks": (
+        lambda: GptOssForCausalLM(GptOssConfig(**_EXPERTS, head_dim=8)),
+        "queries, keys and values alone, found attention with `s_aux`",
+    ),
+    "layers left out at random": (
+        lambda: OPTForCausalLM(OPTConfig(**_SMALL_OPT, layerdrop=0.1)),
+        "config.layerdrop 0, found 0.1",
     ),
     "gradient checkpointing": (checkpointed, "gradient checkpointing on"),
     "another loss": (with_loss_of_its_own, "the loss function <lambda>"),
@@ -139,12 +162,81 @@ def test_compiled_models(whole: bool) -> None:
         apply(model, STREAMED)
 
 
-def test_sinks_are_rejected_in_the_first_chunk() -> None:
-    """No class or configuration says that an attention has them."""
-    model = GptOssForCausalLM(GptOssConfig(**_EXPERTS, head_dim=8)).train()
-    with apply(model, STREAMED), pytest.raises(PlanError, match="attention with `s_aux`"):
+_COUNTING = {
+    "roberta": (RobertaForCausalLM, RobertaConfig),
+    "xmod": (XmodForCausalLM, XmodConfig),
+    "data2vec-text": (Data2VecTextForCausalLM, Data2VecTextConfig),
+}
+_ROBERTA = {
+    **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    **{"max_position_embeddings": LENGTH + 2, "is_decoder": True, "pad_token_id": 1, "bos_token_id": 0},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+def made_roberta(family: str = "roberta") -> Any:
+    torch.manual_seed(0)
+    kind, config = _COUNTING[family]
+    more = {"default_language": "en_XX"} if family == "xmod" else {}
+    return kind(config(**_ROBERTA, **more)).train()
+
+
+@pytest.mark.parametrize("family", _COUNTING)
+def test_positions_that_a_model_counts_itself(family: str) -> None:
+    """RoBERTa's begin behind the number of the padding token, and leave padding out."""
+    model, given = made_roberta(family), data()
+    given["input_ids"][0, 9:20] = given["input_ids"][1, 40:] = 1
+    given["labels"] = given["labels"].where(given["input_ids"] != 1, IGNORED)
+    loss, expected = step(model, **given)
+    with apply(model, STREAMED):
+        streamed_loss, found = step(model, **given)
+    torch.testing.assert_close(streamed_loss, loss, rtol=3e-7, atol=0)
+    assert furthest(found, expected) < 1e-5
+
+
+def test_a_family_that_is_wrong_in_chunks_is_named_before_any_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few tokens show it: here positions from 0 for a model that begins at 2."""
+    monkeypatch.setattr(two_passes, "positions_by_padding", lambda _, ids: torch.arange(ids.shape[1])[None])
+    for dtype in (torch.float32, torch.bfloat16):
+        model = made_roberta().to(dtype)
+        before = torch.get_rng_state()
+        with apply(model, STREAMED) as applied:
+            with pytest.raises(PlanError, match=r"model \(roberta\) in chunks: .* hidden states that are"):
+                model(**data())
+            assert applied.stats().offloads == 0
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(item.grad is None for item in model.parameters())
+        assert all(module.training for module in model.modules())
+
+
+def test_a_model_that_reads_its_mask_is_named() -> None:
+    model = DogeForCausalLM(DogeConfig(**SIZES, head_dim=8)).train()
+    with (
+        apply(model, STREAMED),
+        pytest.raises(PlanError, match=r"model \(doge\) in chunks.*AttributeError.*Train it without"),
+    ):
         model(**data())
-    assert model.config._attn_implementation != "hf_actswap_streamed"
+
+
+def test_a_few_tokens_are_checked_once_for_each_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[Any] = []
+    own = two_passes.check_few_tokens
+
+    def checked(root: Any, structure: Any, given: Any, *calls: Any) -> None:
+        kinds.append(sorted(given))
+        own(root, structure, given, *calls)
+
+    monkeypatch.setattr(two_passes, "check_few_tokens", checked)
+    model, seen = made(), []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    with apply(model, STREAMED):
+        for given in ({}, {}, {"position_ids": _PLACES}, {"position_ids": _PACKED[None]}, {}):
+            model(**data(), **given)
+    usual, positions = ["input_ids", "labels"], ["input_ids", "labels", "position_ids"]
+    assert kinds == [usual, positions, positions]
+    assert seen == [False] * 5 * 4, "hooks see the chunks alone"
 
 
 def test_a_layer_that_attends_by_itself_is_rejected_after_the_first_chunk() -> None:
@@ -203,6 +295,57 @@ def test_all_reasons_of_a_call_at_once() -> None:
             input_ids=_IDS, position_ids=torch.zeros(3, 2, LENGTH), output_attentions=True, return_dict=True
         )
     assert len(error.value.problems) == 3
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda logits: logits.shape,
+    "a slice": lambda logits: logits[..., :-1, :],
+    "a method": lambda logits: logits.argmax(-1),
+    "a function": lambda logits: torch.argmax(logits, -1),
+    "a loss": lambda logits: torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.long)),
+    "a quotient": lambda logits: logits / 0.5,
+    "a product with a tensor": lambda logits: torch.ones(2) * logits,
+}
+
+
+def test_logits_that_are_read_are_named() -> None:
+    model = made()
+    with apply(model, STREAMED):
+        output = model(**data())
+        for read in READS.values():
+            with pytest.raises(PlanError, match="only the loss of a streamed call is read, found its logits"):
+                read(output.logits)
+        assert getattr(output.logits, "dtype", None) is None
+        assert torch.equal(copy.copy(output).loss, output.loss)
+
+
+@pytest.mark.parametrize("written", ["input_ids", "shift_labels", "position_ids"])
+def test_inputs_written_between_forward_and_backward_are_noticed(written: str) -> None:
+    ids = data()["input_ids"]
+    given = {**data(), "shift_labels": ids.roll(-1, 1), "position_ids": _PLACES.clone()}
+    model = made()
+    with apply(model, STREAMED):
+        loss = model(**given).loss
+        given[written][0, 3] = 5
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert all(item.grad is None for item in model.parameters())
+
+
+def test_a_loss_that_a_hook_collects_is_an_error_in_the_first_backward() -> None:
+    model, losses, seen = made(), [], []
+    hook = model.model.layers[1].register_forward_hook(lambda *of: losses.append(of[2].square().mean()))
+    model.model.layers[1].register_forward_hook(lambda *of: seen.append(of[2].detach().square().mean()))
+    with apply(model, STREAMED):
+        loss = model(**data()).loss + sum(losses)
+        with pytest.raises(PlanError, match="a hook that collects an auxiliary loss, or stores outputs"):
+            loss.backward()
+        assert all(item.grad is None for item in model.parameters())
+        hook.remove()
+        losses.clear()
+        _, found = step(model)
+        assert len(found) == len([*model.parameters()])
+    assert seen, "a hook that detaches what it stores is none of these"
 
 
 def test_removed_it_is_the_model_that_it_was() -> None:

@@ -317,7 +317,7 @@ def test_what_is_short_or_without_gradients_runs_whole() -> None:
             assert torch.equal(model(**data()).logits, logits)
         assert applied.stats().offloads == 0
         outputs = model(**data())
-        assert outputs.logits is None
+        assert not hasattr(outputs.logits, "shape")
         assert applied.stats().offloads > 0
         assert isinstance(model(**data(), return_dict=False)[0], nn.Parameter | torch.Tensor)
     assert torch.equal(short_loss, loss)

@@ -12,7 +12,7 @@ next layer runs. This is counted in every op event, also where there is no secon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -34,6 +34,7 @@ class Baseline:
         ranks: number of ranks over which they are sharded.
         passing: temporary bytes that the ops of a module need in addition, such as dequantised weights:
             (scope, path in the layer) -> bytes.
+        passing_ms: the time that making them takes in each forward and in each backward of the module.
     """
 
     layer_bytes: int
@@ -43,6 +44,7 @@ class Baseline:
     stage: int = 0
     ranks: int = 1
     passing: Mapping[tuple[Scope, str], int] = field(default_factory=dict)
+    passing_ms: Mapping[tuple[Scope, str], float] = field(default_factory=dict)
 
     @property
     def running_bytes(self) -> int:
@@ -73,12 +75,15 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
             backward_base_bytes=max(op_event.backward_base_bytes + less + passing + after - before, 0)
             if op_event.backward_place >= 0
             else op_event.backward_base_bytes,
+            forward_ms=op_event.forward_ms + more_ms,
+            backward_ms=op_event.backward_ms + (more_ms if op_event.backward_place >= 0 else 0),
         )
-        for op_event, before, after, passing in zip(
+        for op_event, before, after, passing, more_ms in zip(
             profile.op_events,
             profile.gradient_bytes,
             gradients,
             (_passing(baseline, *op_event.call[:2]) for op_event in profile.op_events),
+            _passing_ms(profile, baseline),
             strict=False,
         )
     )
@@ -128,6 +133,15 @@ def _passing(baseline: Baseline, scope: Scope | None, path: str) -> int:
         (size for (at, module), size in baseline.passing.items() if at == scope and is_below(path, module)),
         default=0,
     )
+
+
+def _passing_ms(profile: Profile, baseline: Baseline) -> Iterator[float]:
+    """Yield the time that is added to each op event: to the first of each module in `Baseline.passing_ms`."""
+    waiting = dict(baseline.passing_ms)
+    for op_event in profile.op_events:
+        scope, path, _ = op_event.call
+        found = [key for key in waiting if key[0] == scope and is_below(path, key[1])]
+        yield sum(waiting.pop(key) for key in found)
 
 
 def _shard(size_bytes: int, ranks: int) -> int:

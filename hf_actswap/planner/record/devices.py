@@ -50,6 +50,11 @@ class DeviceRates:
         launch_ms: least duration of a kernel.
         link: rates to host memory; ``None``: copies do not overlap compute.
         fabric: link to the other devices of the machine; ``None``: not known.
+        workspace_bytes: memory that cuBLAS takes from PyTorch's allocator for its workspaces.
+        host_bytes: host memory that a machine usually has for each of these devices, less a quarter for the
+            process and the system; ``None``: no limit is assumed.
+        host_bytes_per_ms: rate of the memory of such a machine, which the copies of all its devices share;
+            ``None``: not known.
     """
 
     name: str
@@ -61,6 +66,39 @@ class DeviceRates:
     launch_ms: float
     link: Link | None
     fabric: Fabric | None = None
+    workspace_bytes: int = 0
+    host_bytes: int | None = None
+    host_bytes_per_ms: float | None = None
+
+    def link_of(self, ranks: int) -> Link | None:
+        """Return the link of one of several ranks of a machine, which share the memory of their host.
+
+        At worst all of them copy at once, and where both directions are busy each gets half of a rank's part.
+        """
+        link, rate = self.link, self.host_bytes_per_ms
+        if link is None or rate is None or ranks == 1:
+            return link
+        alone, both = rate / ranks, rate / ranks / 2
+        return Link(
+            min(link.out_bytes_per_ms, alone),
+            min(link.in_bytes_per_ms, alone),
+            min(link.out_beside_in_bytes_per_ms, both),
+            min(link.in_beside_out_bytes_per_ms, both),
+        )
+
+
+RANKS_OF_A_MACHINE = 8
+"""The most ranks that are assumed to share one machine."""
+
+_WORKSPACES = 2
+_HOPPER_WORKSPACE = _WORKSPACES * 32 * 2**20
+_WORKSPACE = _WORKSPACES * (2 * 4096 * 1024 + 8 * 16 * 1024)
+"""PyTorch gives cuBLAS a workspace for each handle and stream (``CUDABlas`` in ATen): 32 MiB from Hopper on,
+``:4096:2:16:8`` (8.1 MiB) before. Forward's thread and backward's have a handle each. MI300X: assumed."""
+
+_DESKTOP, _DDR4, _DDR5 = 60e6, 300e6, 450e6
+"""About three quarters of data sheets' rates: two channels of DDR5-5200 (83 GB/s); two sockets of eight
+channels of DDR4-3200 (410 GB/s) or DDR5-4800 (614 GB/s)."""
 
 
 def _link(gigabytes_per_second: float) -> Link:
@@ -78,12 +116,26 @@ def _accelerator(
     terabytes: float,
     link: Link,
     fabric: Fabric,
+    host_gib: int,
+    host_rate: float,
+    workspace_bytes: int,
 ) -> DeviceRates:
     """Return a device's rates, given in TFLOP/s and TB/s, which are 10^9 per ms."""
     memory_bytes = int(gib * _GIB)
     tera = 1e9
     return DeviceRates(
-        name, memory_bytes, half * tera, full * tera, attention * tera, terabytes * tera, 0.003, link, fabric
+        name,
+        memory_bytes,
+        half * tera,
+        full * tera,
+        attention * tera,
+        terabytes * tera,
+        0.003,
+        link,
+        fabric,
+        workspace_bytes,
+        host_gib * _GIB,
+        host_rate,
     )
 
 
@@ -99,15 +151,19 @@ _XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and
 no NVLink either. All these rates are of both directions together."""
 
+_USUAL_HOST_BYTES = 48 * _GIB
+"""Of a device that the user describes, as of an RTX 4090: three quarters of 64 GiB. Servers of eight devices
+have 1.15 TB (A100: AWS p4d), 1 TB (L40S) or 2 TB (H100: p5, DGX)."""
+
 DEVICES: tuple[DeviceRates, ...] = (
-    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4),
-    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55), _NVLINK_4),
-    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25), _NVLINK_3),
-    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25), _NVLINK_3),
-    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55), _NVLINK_5),
-    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25), _PCIE_4),
-    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25), _PCIE_4),
-    _accelerator("MI300X", 191.0, 870, 120, 720, 3.5, _link(55), _XGMI),
+    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4, 192, _DDR5, _HOPPER_WORKSPACE),
+    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55), _NVLINK_4, 192, _DDR5, _HOPPER_WORKSPACE),
+    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25), _NVLINK_3, 108, _DDR4, _WORKSPACE),
+    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25), _NVLINK_3, 108, _DDR4, _WORKSPACE),
+    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55), _NVLINK_5, 192, _DDR5, _HOPPER_WORKSPACE),
+    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25), _PCIE_4, 96, _DDR4, _WORKSPACE),
+    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25), _PCIE_4, 48, _DESKTOP, _WORKSPACE),
+    _accelerator("MI300X", 191.0, 870, 120, 720, 3.5, _link(55), _XGMI, 192, _DDR5, _HOPPER_WORKSPACE),
     DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 
@@ -152,4 +208,6 @@ def _own_rates(name: str) -> DeviceRates:
         numbers["bandwidth"] * 1e9,
         like.launch_ms,
         _link(numbers["link"]),
+        workspace_bytes=_HOPPER_WORKSPACE,
+        host_bytes=_USUAL_HOST_BYTES,
     )

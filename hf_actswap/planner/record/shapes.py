@@ -13,30 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ...plan.dry_run import dry_call, fake_batch, fake_weights
+from ...plan.exchanged_weights import exchanged
 from ...plan.model_structure import ModelStructure
 from ..meter import CountingMeter
 from ..profile import Profile
 from .devices import DeviceRates, device_rates
+from .op_times import op_ms
 from .recorder import StepRecorder
 
 _CPU = torch.device("cpu")
-
-_HALF = (torch.bfloat16, torch.float16)
-_GATHERS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "slice_backward"})
-"""Ops that read only as many bytes of their inputs as they return."""
-
-_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 def profile_from_shapes(
@@ -47,6 +39,7 @@ def profile_from_shapes(
     *,
     optimizer_state_bytes: int = 0,
     gradients_exist: bool = False,
+    with_workspaces: bool = False,
 ) -> Profile:
     """Return the profile of one micro-batch, run on fake tensors.
 
@@ -63,6 +56,7 @@ def profile_from_shapes(
         optimizer_state_bytes: optimizer states on the device in every op event; the optimizer's time follows
             from them too.
         gradients_exist: whether backward adds to gradients that are there already (gradient accumulation).
+        with_workspaces: whether the workspaces of the device's libraries are counted too.
 
     Raises:
         PlanError: there is no such device.
@@ -79,7 +73,8 @@ def profile_from_shapes(
                 tensor.grad = torch.empty_like(tensor)
         meter.own(state.values())
         weight_bytes = meter.allocated_bytes()
-        baseline = torch.empty(optimizer_state_bytes, dtype=torch.uint8)
+        workspace_bytes = rates.workspace_bytes if with_workspaces else 0
+        baseline = torch.empty(optimizer_state_bytes + workspace_bytes, dtype=torch.uint8)
         meter.own([baseline, *(tensor.grad for tensor in trained if tensor.grad is not None)])
         meter.own(leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
         recorder = StepRecorder(
@@ -93,10 +88,8 @@ def profile_from_shapes(
         )
         meter.start()
         try:
-            with recorder:
-                functional_call(
-                    _Step(model), {f"model.{name}": item for name, item in state.items()}, (), call
-                )
+            with recorder, exchanged(model, state):  # in backward too: layers run again there
+                _run_step(model, call)
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
@@ -112,17 +105,10 @@ def profile_from_shapes(
     )
 
 
-class _Step(nn.Module):
-    """Runs a model's forward and backward as one call, so that recomputation finds the same weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **call: Any) -> None:
-        result = _result(self.model(**call))  # the rest is freed, as in training
-        if result is not None:
-            result.backward(torch.empty_like(result))
+def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:
+    result = _result(model(**call))  # the rest is freed, as in training
+    if result is not None:
+        result.backward(torch.empty_like(result))
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:
@@ -167,7 +153,7 @@ class RooflineStamp:
 class RooflineClock:
     """A `Clock` that adds up how long ops would take on a device, by their shapes.
 
-    Each op takes the longer of the times for its arithmetic and its memory, and no less than a launch.
+    How long an op takes says `op_ms`.
 
     Args:
         rates: rates of the device.
@@ -188,63 +174,4 @@ class RooflineClock:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Add the time of an aten op that ran."""
-        name = _op_name(func)
-        if name in _NO_KERNEL:
-            return
-        rates = self._rates
-        given = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        arithmetic_ms, attention = 0.0, attention_flops(func, args, kwargs)
-        half = any(leaf.dtype in _HALF for leaf in given)
-        if attention is not None:
-            rate = rates.attention_flop_per_ms
-            arithmetic_ms = attention / (
-                rate if half else rate * rates.full_flop_per_ms / rates.half_flop_per_ms
-            )
-        elif (formula := flop_registry.get(getattr(func, "_overloadpacket", None))) is not None:
-            flops = formula(*args, **kwargs, out_val=result)
-            arithmetic_ms = flops / (rates.half_flop_per_ms if half else rates.full_flop_per_ms)
-        moved_bytes = sum(map(_touched_bytes, made)) * (2 if name in _GATHERS else 1)
-        if name not in _GATHERS:
-            moved_bytes += sum(map(_touched_bytes, given))
-        self._now_ms += max(arithmetic_ms, moved_bytes / rates.bytes_per_ms, rates.launch_ms)
-
-
-def attention_flops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the FLOPs of a fused attention op, half of them if it is causal; ``None`` for other ops.
-
-    Forward has two products of (length x length x width), backward five.
-    """
-    layout = _attention_layout(func)
-    if layout is None:
-        return None
-    names, backward = layout
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = named["query"].shape, named["key"].shape, named["value"].shape
-    pairs = prod(query[:-1]) * key[-2]
-    products = pairs * 2 * ((3 * query[-1] + 2 * value[-1]) if backward else (query[-1] + value[-1]))
-    return products // 2 if named.get("is_causal") else products
-
-
-@lru_cache(maxsize=4096)
-def _attention_layout(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool] | None:
-    """Return a fused attention op's argument names, and whether it is the backward; ``None``: another op."""
-    name = _op_name(func)
-    if not name.startswith("_scaled_dot_product_") or "math" in name:
-        return None
-    arguments = func._schema.arguments  # type: ignore[attr-defined]
-    return tuple(item.name for item in arguments), name.endswith("backward")
-
-
-@lru_cache(maxsize=4096)
-def _op_name(func: Callable[..., Any]) -> str:
-    """Return an op's short name: ``mm`` for ``aten::mm.default``; in-place forms have the same name."""
-    schema = getattr(func, "_schema", None)
-    name = schema.name if schema is not None else getattr(func, "__name__", "")
-    return str(name).rpartition("::")[2].rstrip("_")
-
-
-def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a kernel reads or writes of a tensor; an expanded dimension counts once."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, step in steps if step or not size) * tensor.element_size()
+        self._now_ms += op_ms(self._rates, func, args, kwargs, result)

@@ -94,7 +94,7 @@ def find_plan(
         safety: copies are assumed to take this many times as long as the link says.
         rounds: the most programs that are solved to come near the budget.
         without: variants of compiled layers (`FrontierPoint.variant`) that are left out.
-        insists: whether to search for the plan of the least peak if nothing has fitted so far.
+        search_least: whether to search for the plan of the least peak if nothing has fitted so far.
 
     Raises:
         BudgetError: nothing fits; the error names the least budget that would do.

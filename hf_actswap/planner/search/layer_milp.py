@@ -21,12 +21,8 @@ which variants layers are compiled: each costs the compiler 10 to 30 seconds, so
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,8 +37,6 @@ try:
     from scipy.sparse import csr_array, vstack
 except ImportError:  # `need_scipy` raises
     milp = None
-
-_STDOUT = 1  # its file descriptor
 
 MIB = 2.0**20
 GAP, STEP_GAP = 0.01, 0.0005
@@ -148,33 +142,6 @@ def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) ->
     ]
 
 
-@contextmanager
-def _solver_silent() -> Iterator[None]:
-    """Drop the lines that HiGHS writes to stdout for its developers, whatever its options say (scipy 1.17).
-
-    It writes them from C. Whatever else is written to the process's stdout meanwhile appears afterwards.
-    """
-    try:
-        own = os.dup(_STDOUT)
-    except OSError:  # there is no stdout
-        yield
-        return
-    c_library = ctypes.CDLL(None)
-    c_library.fflush(None)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), _STDOUT)
-        try:
-            yield
-        finally:
-            c_library.fflush(None)
-            os.dup2(own, _STDOUT)
-            os.close(own)
-            held.seek(0)
-            for line in held:
-                if not line.startswith(b"Highs"):
-                    os.write(_STDOUT, line)
-
-
 class _Program:
     """The program's matrix; ``some``: options were left out, so proving the optimum is not worth the time."""
 
@@ -254,14 +221,15 @@ class _Program:
         gap = max(GAP, share) if self._caps.device_bytes is not None else 5 * 1e-3
         matrix, low, high = self._matrix()
         integral = (np.arange(self._width) < self.columns).astype(float)
-        with _solver_silent():
-            found = milp(
-                self._costs(),
-                integrality=integral,
-                bounds=self._bounds(),
-                constraints=LinearConstraint(matrix, low, high),
-                options={"mip_rel_gap": gap, "node_limit": self._nodes},
-            )
+        # HiGHS may print a line for its developers from C, whatever its options say (scipy 1.17). It is let
+        # through: to silence it here would hold back what other threads of the training print.
+        found = milp(
+            self._costs(),
+            integrality=integral,
+            bounds=self._bounds(),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"mip_rel_gap": gap, "node_limit": self._nodes},
+        )
         if found.x is None:
             return None
         picked = []

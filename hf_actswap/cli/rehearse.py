@@ -1,0 +1,128 @@
+"""``hf-actswap rehearse``: runs a training script on a CUDA device that is not there, and reports on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..rehearsal import DEVICES, Options, RehearsalError, build, environment
+from ..rehearsal.errors import one_problem
+from ..rehearsal.launch import REPORTS
+from . import options
+from .output import Rejected, busy, error_console
+from .rehearsal_report import Rehearsed, read_reports
+
+_CANNOT_START = 2
+_OF_SIGNAL = 128
+
+Device = Annotated[
+    str,
+    options.without_default("--device", metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}."),
+]
+Devices = Annotated[int, typer.Option("--devices", metavar="N", help="How many of them.")]
+Memory = Annotated[
+    str,
+    options.without_default(
+        "--memory", metavar="SIZE", help="Memory of each, such as 40GiB. Default: what the device has."
+    ),
+]
+Clock = Annotated[
+    bool, typer.Option("--clock", help="Work takes the time that it would on the device: predicts the step.")
+]
+NoWeights = Annotated[
+    bool,
+    typer.Option(
+        "--no-weights",
+        help="from_pretrained reads a model's config alone: a folder with config.json is enough.",
+    ),
+]
+Advice = Annotated[
+    bool,
+    typer.Option("--advice/--no-advice", help="If memory runs out or is short, ask the planner what fits."),
+]
+Report = Annotated[
+    str | None,
+    options.without_default("--report", metavar="FILE", help="Also write what was seen as a JSON document."),
+]
+Program = Annotated[
+    list[str],
+    typer.Argument(metavar="-- PROGRAM [ARGUMENTS]...", help="python train.py --lr 1, accelerate launch ..."),
+]
+
+
+def rehearse(
+    program: Program,
+    device: Device,
+    devices: Devices = 1,
+    memory: Memory = "",
+    clock: Clock = False,
+    no_weights: NoWeights = False,
+    advice: Advice = True,
+    report: Report = None,
+) -> None:
+    """Run a training script without its GPU: whether it fits, what memory holds, what to change."""
+    errors = error_console()
+    try:
+        asked = Options(device, devices, memory, clock=clock, no_weights=no_weights)
+        command = _command(program)
+        with busy("building the device"):
+            built = build()
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            code = _run(command, {**environment(asked, built), REPORTS: folder})
+            processes = read_reports(Path(folder))
+    except RehearsalError as error:
+        for part in Rejected(error.problems, error.subject).shown():
+            errors.print(part)
+        raise typer.Exit(_CANNOT_START) from None
+    found = Rehearsed(asked, processes, code, advice)
+    for part in found.shown():
+        errors.print(part)
+    if report is not None:
+        Path(report).write_text(json.dumps(found.document(), indent=1), encoding="utf-8")
+    raise typer.Exit(code)
+
+
+def _command(program: Sequence[str]) -> list[str]:
+    """Return the command to run; the name of a Python file alone is run by this Python."""
+    script = program[0].endswith(".py")
+    if not (Path(program[0]).is_file() if script else shutil.which(program[0])):
+        hint = "The program comes after --, as in: -- python train.py"
+        raise one_problem("command", "a program that can be run", repr(program[0]), hint)
+    return [sys.executable, *program] if script else list(program)
+
+
+def _run(command: Sequence[str], settings: Mapping[str, str]) -> int:
+    """Run the program to its end and return its exit code as a shell has it."""
+    process = subprocess.Popen(list(command), env=dict(settings))
+    with _signals_passed_on(process):
+        code = process.wait()
+    return code if code >= 0 else _OF_SIGNAL - code
+
+
+@contextmanager
+def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within the block signals go to the program, so that the report is still written at its end."""
+
+    def passed_on(number: int, _: Any) -> None:
+        if process.poll() is None:
+            process.send_signal(number)
+
+    own = {signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
+    # A terminal sends Ctrl-C to the program too.
+    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    before |= {number: signal.signal(number, what) for number, what in own.items()}
+    try:
+        yield
+    finally:
+        for number, what in before.items():
+            signal.signal(number, what)

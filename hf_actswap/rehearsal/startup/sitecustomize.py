@@ -1,0 +1,159 @@
+"""Runs when Python starts in a rehearsal: PyTorch gets its arithmetic once it is imported.
+
+Nothing of the library is imported here, and no PyTorch: programs that need neither start as fast as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def _settings() -> dict[str, str]:
+    text = os.environ.get("HF_ACTSWAP_REHEARSAL", "")
+    return dict(pair.split("=", 1) for pair in text.split(";") if "=" in pair)
+
+
+class _Then(Loader):
+    """A loader that does something when the module has been executed."""
+
+    def __init__(self, loader: Any, then: Any) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _AfterImport(MetaPathFinder):
+    """Does something to each of these modules once it has been executed.
+
+    Args:
+        then: name of a module -> what is done to it.
+    """
+
+    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._then = then
+        self._looking: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in self._then or fullname in self._looking:
+            return None
+        self._looking.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self._then[fullname])
+        return spec
+
+
+def _install(torch: ModuleType) -> None:
+    settings = _settings()
+    if torch.version.cuda is None:
+        return
+    arithmetic = ctypes.CDLL(settings["arithmetic"], mode=ctypes.RTLD_GLOBAL)
+    arithmetic.rehearsal_install(int(settings["level"]), ctypes.c_uint64(int(settings["small_bytes"])))
+    torch.cuda._lazy_call(arithmetic.rehearsal_watch_allocations)
+    refused = importlib.import_module("rehearsed_program.refused")
+    refused.refuse_compilation(torch)
+    if torch.distributed.is_available():
+        for module in (torch.distributed.distributed_c10d, torch.distributed):
+            refused.replace_nccl(module)
+    native = importlib.import_module("rehearsed_program.native").Native(arithmetic)
+    folder = os.environ.get("HF_ACTSWAP_REHEARSAL_REPORTS")
+    if not folder:
+        atexit.register(_name_what_is_missing, native)
+        return
+    watch = importlib.import_module("rehearsed_program.watch")
+    watch.Watch(torch, native, int(settings["devices"]), "clock" in settings, Path(folder)).begin()
+
+
+def _name_what_is_missing(native: Any) -> None:
+    """Say at the end which functions did nothing, which ops had no values, and what nothing orders."""
+    for what, found in (
+        (
+            "functions of CUDA that do nothing were called",
+            [f"{name} ({n})" for name, n in native.stubs().items()],
+        ),
+        ("ops whose values are missing", list(native.left_out())),
+        ("memory is used in no order", native.races()),
+    ):
+        if found:
+            sys.stderr.write(f"rehearsal: {what}: {', '.join(found)}\n")
+
+
+def _of_program(module: str, function: str) -> Callable[[ModuleType], None]:
+    """Return a function of the package beside this file, which is imported when it is called."""
+    return lambda found: getattr(importlib.import_module(f"rehearsed_program.{module}"), function)(found)
+
+
+def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
+    found = {
+        "torch": _install,
+        "bitsandbytes": _of_program("refused", "refuse_bitsandbytes"),
+        "transformers.utils.quantization_config": _of_program("refused", "refuse_its_config"),
+        "triton.runtime.jit": _of_program("triton_kernels", "launch_nothing"),
+        "triton.runtime.autotuner": _of_program("triton_kernels", "tune_nothing"),
+    }
+    if _settings().get("no_weights"):
+        found["transformers.modeling_utils"] = _of_program("loading", "load_no_weights")
+    return found
+
+
+def _shift_clocks() -> None:
+    """Let Python's clocks show the host's time: what the host would have waited has passed on them.
+
+    ``time.monotonic`` stays as it is: locks compare deadlines with the machine's own clock.
+    """
+    library = ctypes.CDLL(None)
+    shift_ms, sleep = library.rehearsal_host_shift_ms, time.sleep
+    shift_ms.restype = ctypes.c_double
+
+    def slept(seconds: Any) -> None:
+        sleep(seconds)
+        library.rehearsal_host_waits(ctypes.c_double(1e3 * seconds))
+
+    def shifted(seconds: Any) -> Any:
+        return lambda: seconds() + shift_ms() / 1e3
+
+    def shifted_ns(nanoseconds: Any) -> Any:
+        return lambda: nanoseconds() + int(shift_ms() * 1e6)
+
+    time.time, time.perf_counter = shifted(time.time), shifted(time.perf_counter)
+    time.sleep = slept
+    time.time_ns, time.perf_counter_ns = shifted_ns(time.time_ns), shifted_ns(time.perf_counter_ns)
+
+
+def _run_the_next() -> None:
+    """Run the ``sitecustomize`` that ours hides."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if _settings():
+    sys.meta_path.insert(0, _AfterImport(_after_imports()))
+    if _settings().get("clock"):
+        _shift_clocks()
+_run_the_next()

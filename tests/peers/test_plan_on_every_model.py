@@ -1,0 +1,43 @@
+"""The plugin compares like with like: neither run has a key-value cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import CPTConfig, get_peft_model
+from transformers import GPTJConfig, GPTJForCausalLM
+
+from tests.peers.plan_on_every_model import PlanOnEveryModel
+
+TYPES = {"cpt_mask": [1] * 8, "cpt_tokens_type_mask": [1, 2, 2, 2, 3, 3, 4, 4]}
+
+
+def numbers_of(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return loss and gradients of GPT-J with a trained prompt, which rounds otherwise with a cache."""
+    plugin = PlanOnEveryModel(plan, tmp_path / "record.json")
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 512, "rotary_dim": 4}
+    gptj = GPTJForCausalLM(GPTJConfig(vocab_size=600, bos_token_id=0, eos_token_id=2, **shape))
+    prompt = CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=list(range(8)), **TYPES)
+    model = get_peft_model(gptj, prompt)
+    ids = torch.tensor([[1, 1, 1], [1, 2, 1]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+    monkeypatch.setattr(type(model), "__call__", plugin.wrap_call(type(model)))
+    monkeypatch.setattr(torch.Tensor, "backward", plugin.wrap_backward())
+    model(input_ids=ids, attention_mask=mask)[0].sum().backward()
+    monkeypatch.undo()
+    assert not gptj.config.use_cache
+    for _, applied in plugin._models.values():
+        if applied is not None:
+            applied.remove()
+    return plugin.numbers
+
+
+@pytest.mark.parametrize("plan", ["swap", "auto"])
+def test_the_numbers_without_a_plan_are_those_of_a_run_without_a_cache(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = numbers_of("none", tmp_path, monkeypatch)
+    assert numbers_of(plan, tmp_path, monkeypatch) == without

@@ -1,0 +1,136 @@
+"""A plan file says for which model and batch it was made: another model is an error, another batch a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import hf_actswap
+from hf_actswap import MemoryPlan, PlanError
+from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.plan.fingerprint import Fingerprint, fingerprint_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ROWS = (PlanRow(0, "", "recompute"), PlanRow(1, "output", "swap", windows=Windows(4, 12)))
+BATCH = (2, 9)
+
+
+def llama(**sizes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).train()
+
+
+def file_of(folder: Path, made_for: Fingerprint | None) -> Path:
+    """A plan's file, as the planner and `hf-actswap plan --save` write it, or without a fingerprint."""
+    path = folder / "plan.json"
+    path.write_text(MemoryPlan(ROWS, 2, "llama", fingerprint=made_for).to_json())
+    return path
+
+
+def step(model: Any, shape: tuple[int, int]) -> None:
+    ids = torch.ones(shape, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def frozen() -> LlamaForCausalLM:
+    model = llama()
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "hidden_size": (lambda: llama(hidden_size=64), "64, as in the model, found 32."),
+    "intermediate_size": (lambda: llama(intermediate_size=40), "40, as in the model, found 48."),
+    "vocab_size": (lambda: llama(vocab_size=70), "70, as in the model, found 67."),
+    "num_attention_heads": (lambda: llama(num_attention_heads=2), "2, as in the model, found 4."),
+    "num_key_value_heads": (lambda: llama(num_key_value_heads=1), "1, as in the model, found 2."),
+    "dtype": (lambda: llama().bfloat16(), "bfloat16, as in the model, found float32."),
+    "trained": (frozen, "a part, as in the model, found all."),
+    "family": (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), "qwen2, as in the model, found llama."),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_is_rejected_by_what_differs(name: str, tmp_path: Path) -> None:
+    make, said = OTHERS[name]
+    path = file_of(tmp_path, fingerprint_of(llama(), BATCH))
+    with pytest.raises(PlanError) as raised:
+        hf_actswap.apply(make(), path)
+    assert [problem.where for problem in raised.value.problems] == [f"plan.fingerprint.{name}"]
+    assert f"expected {said}" in str(raised.value)
+    assert "Make the plan anew for this model." in str(raised.value)
+
+
+def test_the_same_model_in_other_clothes(tmp_path: Path) -> None:
+    """Weights of `meta`, a wrapper, and facts that the file does not say."""
+    with torch.device("meta"):
+        made_for = fingerprint_of(llama(), BATCH)
+    assert made_for == Fingerprint("llama", 32, 48, 67, 4, 2, "float32", "all", BATCH)
+    path = file_of(tmp_path, made_for)
+    hf_actswap.apply(llama(), path).remove()
+    adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(PlanError, match=r"fingerprint\.trained"):
+        hf_actswap.apply(adapted, path)
+    hf_actswap.apply(llama(hidden_size=64), file_of(tmp_path, Fingerprint(num_attention_heads=4))).remove()
+
+
+def test_another_batch_gets_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file_of(tmp_path, fingerprint_of(llama(), BATCH))
+    for shape, lines in ((BATCH, 0), ((1, 7), 1)):
+        model = llama()
+        caplog.clear()
+        with caplog.at_level(logging.INFO), hf_actswap.apply(model, path):
+            with torch.no_grad():
+                model(input_ids=torch.ones(1, 3, dtype=torch.long))
+            step(model, shape)
+            step(model, (3, 4))
+        said = "The plan was made for micro-batches of 2 x 9 tokens, and this one has 1 x 7"
+        found = [record.getMessage() for record in caplog.records if "was made for" in record.getMessage()]
+        assert len(found) == lines
+        assert all(said in line for line in found)
+        assert not model._forward_pre_hooks
+
+
+def test_a_plan_that_does_not_say_it_is_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a line if it is of a file or a document; a plan that a program made says nothing."""
+    path = file_of(tmp_path, None)
+    assert "fingerprint" not in json.loads(path.read_text())
+    for source, lines in ((path, 1), (json.loads(path.read_text()), 1), (MemoryPlan(ROWS, 2), 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            hf_actswap.apply(llama(), source).remove()
+        assert caplog.text.count("The plan does not say for which model it was made") == lines
+
+
+@pytest.mark.parametrize(
+    ("made_for", "said"),
+    [
+        ({"hidden_size": "wide"}, "fingerprint.hidden_size"),
+        ({"batch_shape": [2, -1]}, "fingerprint.batch_shape[1]: expected a whole number from 0 on"),
+        ({"trained": "some"}, "fingerprint.trained"),
+        ("llama", "fingerprint: expected"),
+    ],
+)
+def test_a_malformed_fingerprint_is_an_error(made_for: Any, said: str) -> None:
+    document = {**json.loads(MemoryPlan(ROWS, 2).to_json()), "fingerprint": made_for}
+    with pytest.raises(PlanError) as raised:
+        MemoryPlan.from_json(json.dumps(document))
+    assert said in str(raised.value)
+
+
+def test_it_is_read_back() -> None:
+    plan = MemoryPlan(ROWS, 2, fingerprint=fingerprint_of(llama(), BATCH))
+    assert MemoryPlan.from_json(plan.to_json()) == plan

@@ -1,0 +1,245 @@
+"""Deliberate faults of streams and lifetimes: one statement of the library is replaced by another."""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hf_actswap.engine import blocks, evictable, tickets, transfer_streams
+from hf_actswap.planner.states import state_storages
+from hf_actswap.stream import host_sequence
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Args:
+        name: what is wrong.
+        owner: the class whose method it is.
+        method: name of the method.
+        old: text in its source, exactly once.
+        new: what stands there instead.
+        training: name of the piece of training that finds it.
+    """
+
+    name: str
+    owner: type
+    method: str
+    old: str
+    new: str
+    training: str
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the block with the fault."""
+        original = inspect.getattr_static(self.owner, self.method)
+        source = textwrap.dedent(inspect.getsource(original))
+        assert source.count(self.old) == 1, f"{self.name}: the source has changed"
+        names: dict[str, Any] = {}
+        flags = __future__.annotations.compiler_flag
+        code = compile(source.replace(self.old, self.new), f"<{self.name}>", "exec", flags, True)
+        exec(code, original.__globals__, names)
+        setattr(self.owner, self.method, names[self.method])
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, original)
+
+
+_Copies, _Copy = transfer_streams.StreamTransfer, transfer_streams._StreamCopy
+_Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
+_AFTER_COMPUTE = "wait_event(self._events.recorded_on(compute).event)"
+_BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
+_STATES_WAIT = "self._wait()"
+
+MUTATIONS = (
+    Mutation("a copy out does not wait for compute", _Copies, "offload", _BEFORE_OUT, "pass", "swapped"),
+    Mutation(
+        "a copy out does not wait for the block's last reader",
+        _Copies,
+        "offload",
+        "self._out.wait_event(host.last_use.event)",
+        "pass",
+        "host block used again",
+    ),
+    Mutation(
+        "a copy out is done when it begins",
+        _Copies,
+        "offload",
+        "self._events.recorded_on(self._out)",
+        "self._events.recorded_on(compute)",
+        "swapped",
+    ),
+    Mutation("a copy in does not wait for compute", _Copies, "reload", _BEFORE_IN, "pass", "swapped"),
+    Mutation(
+        "a copy in does not wait for the copy out",
+        _Copies,
+        "reload",
+        "self._in.wait_event(after.done.event)",
+        "pass",
+        "sequence",
+    ),
+    Mutation(
+        "a copy in leaves no mark on its block",
+        _Copies,
+        "reload",
+        "host.last_use = done = ",
+        "done = ",
+        "host block used again",
+    ),
+    Mutation(
+        "a copy in is done when it begins",
+        _Copies,
+        "reload",
+        "self._events.recorded_on(self._in)",
+        "self._events.recorded_on(compute)",
+        "swapped",
+    ),
+    Mutation(
+        "the current stream does not wait for a copy",
+        _Copy,
+        "wait",
+        "compute.wait_event(done)\n    return _TimedWait",
+        "return _TimedWait",
+        "fetched on use",
+    ),
+    Mutation(
+        "only the current stream waits for a copy",
+        _Copy,
+        "wait",
+        "stream.wait_event(done)",
+        "pass",
+        "asked on another stream",
+    ),
+    Mutation(
+        "a foreign reader is not recorded on the block",
+        _Copy,
+        "wait",
+        "block[0].record_stream(compute)",
+        "pass",
+        "reader on another stream",
+    ),
+    Mutation(
+        "an event is used again without being recorded",
+        transfer_streams._Events,
+        "recorded_on",
+        "event.record(stream)",
+        "len(self._free) or event.record(stream)",
+        "swapped",
+    ),
+    Mutation(
+        "a release does not wait for the copy out",
+        _Group,
+        "release",
+        "waited = self._copy_out.wait()",
+        "waited = None",
+        "swapped",
+    ),
+    Mutation(
+        "a release gives the host block back",
+        _Group,
+        "release",
+        "self._source = None",
+        "self._source = self._pool.give_back(self._host)",
+        "swapped",
+    ),
+    Mutation(
+        "a graph dies before its copies in are done",
+        _Group,
+        "__del__",
+        "self._copy_in.wait()",
+        "pass",
+        "swapped",
+    ),
+    Mutation(
+        "a graph dies before its copies out are done",
+        _Group,
+        "__del__",
+        "self._copy_out.wait()",
+        "pass",
+        "dropped in flight",
+    ),
+    Mutation(
+        "a reader does not wait for the copy in",
+        _Group,
+        "_settled",
+        "waited = copy.wait()",
+        "waited = None",
+        "swapped",
+    ),
+    Mutation(
+        "windows: a release in another pass does not wait",
+        _Group,
+        "release",
+        "waited = self._copy_out.wait()",
+        "waited = None",
+        "passes",
+    ),
+    Mutation(
+        "passes: a reader does not wait for the copy in",
+        _Group,
+        "_settled",
+        "waited = copy.wait()",
+        "waited = None",
+        "passes",
+    ),
+    Mutation(
+        "host memory is cut up while it is read",
+        blocks.Blocks,
+        "_join_kept",
+        "buffer.last_use.synchronize()",
+        "pass",
+        "host memory cut up",
+    ),
+    Mutation(
+        "an eviction writes host memory that is read",
+        evictable.EvictableStorage,
+        "_new_host",
+        "host.last_use.synchronize()",
+        "pass",
+        "evicted",
+    ),
+    Mutation(
+        "a sequence frees what is still copied out",
+        _Sequence,
+        "_has_left",
+        "self._counters.stalled(copy.wait())",
+        "pass",
+        "sequence",
+    ),
+    Mutation(
+        "a sequence does not wait for what it brings",
+        _Sequence,
+        "fetch",
+        "self._counters.stalled(copy.wait())",
+        "pass",
+        "sequence",
+    ),
+    Mutation("a sequence is dropped while it comes", _Sequence, "drop", "copy.wait()", "pass", "sequence"),
+    Mutation(
+        "a sequence is brought before it has left",
+        _Sequence,
+        "prefetch",
+        "self._transfer.reload(host, written)",
+        "self._transfer.reload(host, None)",
+        "sequence",
+    ),
+    Mutation(
+        "states are freed while they leave", _Storage, "release", _STATES_WAIT, "pass", "optimizer states"
+    ),
+    Mutation(
+        "states are used before they arrive", _Storage, "arrive", _STATES_WAIT, "pass", "optimizer states"
+    ),
+    Mutation(
+        "states are turned back in flight", _Storage, "turn_back", _STATES_WAIT, "pass", "optimizer states"
+    ),
+    Mutation(
+        "states are changed while they leave", _Storage, "stay", _STATES_WAIT, "pass", "optimizer states"
+    ),
+)

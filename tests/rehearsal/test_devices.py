@@ -1,0 +1,96 @@
+"""On the rehearsal's device (`make rehearse`): memory, several devices, what is said at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hf_actswap.rehearsal import Options, build, environment
+
+pytestmark = pytest.mark.rehearsal
+
+
+def run(code: str, options: Options, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code on a device of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import torch\n{code}"],
+        env={**environment(options, build()), **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+FILL = """
+try:
+    held = [torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(40)]
+except torch.OutOfMemoryError as error:
+    text = str(error)
+_, total = torch.cuda.mem_get_info()
+print(total == 3 * 2**30, "out of memory" in text.lower(), torch.cuda.max_memory_allocated() == 10 * 2**28)
+"""
+
+
+@pytest.mark.parametrize(
+    "allocator", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+)
+def test_memory_has_a_limit(allocator: str) -> None:
+    """Half a GiB of it is CUDA's own."""
+    done = run(FILL, Options("A100-40", memory="3GiB", arithmetic="none"), PYTORCH_ALLOC_CONF=allocator)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:3] == ["True", "True", "True"], done.stdout
+
+
+def test_several_devices() -> None:
+    code = """
+values = torch.arange(6.0, device="cuda:0")
+there = (values.to("cuda:1") * 2).to(torch.float64)
+print(torch.cuda.device_count(), torch.cuda.memory_allocated(1) > 0, there.to("cuda:0").tolist()[-1])
+print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1))
+"""
+    done = run(code, Options("RTX 4090", devices=2, arithmetic="all"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 True 10.0", "NVIDIA GeForce RTX 4090 (8, 9)"]
+
+
+def test_the_end_names_what_nothing_orders_and_what_did_nothing() -> None:
+    code = """
+values = torch.ones(1000, device="cuda")
+host = torch.empty(1000, pin_memory=True)
+with torch.cuda.stream(torch.cuda.Stream()):
+    host.copy_(values, non_blocking=True)
+values.zero_()
+torch.cuda.synchronize()
+torch.cuda.CUDAGraph().reset()
+"""
+    done = run(code, Options(arithmetic="all"))
+    assert done.returncode == 0, done.stderr
+    assert "memory is used in no order: " in done.stderr
+    assert "aten::fill_.Scalar on stream" in done.stderr or "aten::zero_ on stream" in done.stderr
+
+
+def test_a_step_of_a_large_model_takes_no_memory_of_this_machine() -> None:
+    code = """
+import resource
+weights = [torch.nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(100)]
+x = torch.ones(1024, 16384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+out = x
+for weight in weights:
+    out = weight(out)
+out.float().sum().backward()
+print(torch.cuda.max_memory_allocated() > 100 * 2**30)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20)
+"""
+    done = run(code, Options("H200", arithmetic="small"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+    assert "rehearsal: " not in done.stderr
+
+
+def test_without_values_nothing_is_computed() -> None:
+    code = "x = torch.zeros(4, device='cuda'); x += 1; print(x.tolist())"
+    assert run(code, Options(arithmetic="none")).stdout.strip() == "[0.0, 0.0, 0.0, 0.0]"
+    assert run(code, Options(arithmetic="small")).stdout.strip() == "[1.0, 1.0, 1.0, 1.0]"

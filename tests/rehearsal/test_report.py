@@ -1,0 +1,157 @@
+"""`hf-actswap rehearse` on its device (`make rehearse`): what each report says of a small training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_actswap.rehearsal.launch import SETTINGS
+
+pytestmark = pytest.mark.rehearsal
+
+MIB = 2**20
+_INSIDE = (SETTINGS, "LD_PRELOAD", "LD_LIBRARY_PATH")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+    "dtype": "bfloat16",
+}
+LOOP = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("model").cuda().train()
+optimizer = torch.optim.AdamW(model.parameters())
+for tokens in map(int, sys.argv[1:]):
+    ids = torch.randint(0, 1000, (2, tokens), device="cuda")
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+    except torch.OutOfMemoryError:
+        continue
+    optimizer.step(); optimizer.zero_grad()
+print(torch.cuda.max_memory_allocated(), sum(weight.nbytes for weight in model.parameters()))
+"""
+RANKS = """
+import os, sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+for kind in ("ddp", "fsdp"):
+    model = AutoModelForCausalLM.from_pretrained("model").cuda()
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 1000, (2, 64), device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    if rank == 0:
+        print(kind, "trained")
+dist.destroy_process_group()
+"""
+
+
+def rehearse(
+    tmp_path: Path, *words: str, program: str = LOOP, launch: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run a program as a user would, outside of any rehearsal; return how it ended and the report."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "train.py").write_text(program)
+    options, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
+    outside = {name: value for name, value in os.environ.items() if name not in _INSIDE}
+    root = str(Path(__file__).resolve().parents[2])
+    outside |= {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "hf_actswap.cli", "rehearse", "--no-weights", "--report", "report.json"]
+    done = subprocess.run(
+        [*command, *options, "--", sys.executable, *launch, "train.py", *arguments],
+        env=outside,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done, json.loads((tmp_path / "report.json").read_text())
+
+
+def bytes_of(held: list[dict[str, Any]], kind: str) -> int:
+    return sum(group["bytes"] * group["count"] for group in held if group["kind"] == kind)
+
+
+def test_the_peak_and_what_it_is_of(tmp_path: Path) -> None:
+    done, report = rehearse(tmp_path, "--device", "A100-40", "--clock", "--", "512", "256", "512")
+    allocated, weights = map(int, done.stdout.split())
+    (process,) = report["processes"]
+    memory = process["devices"]["0"]
+    # The allocator's blocks may be up to 1 MiB larger than what was asked for.
+    assert 0 <= allocated - memory["peak_bytes"] <= 4 * MIB
+    assert sum(group["bytes"] * group["count"] for group in memory["held"]) == memory["peak_bytes"]
+    assert weights <= bytes_of(memory["held"], "weights") <= weights + MIB  # and buffers
+    assert 2 * weights <= bytes_of(memory["held"], "optimizer states") <= 2 * weights + MIB
+    assert (memory["phase"], memory["steps_before"]) == ("backward", 2)
+    assert (process["steps"], process["subject"]["batch"], process["subject"]["tokens"]) == (3, 2, 512)
+    assert report["fits"] is True
+    assert "A step: " in done.stderr
+    assert "logits and loss" in done.stderr
+
+
+def test_running_out_of_memory_is_survived_and_planned_for(tmp_path: Path) -> None:
+    done, report = rehearse(tmp_path, "--device", "A100-40", "--memory", "1GiB", "--", "64", "16384", "64")
+    (process,) = report["processes"]
+    assert process["steps"] == 2
+    (failed,) = process["out_of_memory"]
+    assert (failed["phase"], failed["steps_before"]) == ("forward", 1)
+    assert failed["asked_bytes"] >= 32 * MIB
+    assert failed["op"].startswith("aten::")
+    assert bytes_of(failed["memory"]["held"], "weights") > 20 * MIB
+    assert "the program went on for 1 steps" in done.stderr
+    assert "rehearsal: out of memory: " in done.stderr
+    assert process["subject"]["tokens"] == 16384, "the batch that did not fit is the one to plan for"
+    assert report["advice"]["plan"] or report["advice"]["longest"]
+    assert report["fits"] is False
+
+
+def test_ranks_that_ask_for_nccl_train_through_gloo(tmp_path: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done, report = rehearse(
+        tmp_path, "--device", "A100-40", "--devices", "2", "--", program=RANKS, launch=launch
+    )
+    assert "ddp trained" in done.stdout
+    assert "fsdp trained" in done.stdout
+    assert done.stderr.count("ranks talk through gloo") == 1
+    assert [(process["rank"], list(process["devices"])) for process in report["processes"]] == [
+        (0, ["0"]),
+        (1, ["1"]),
+    ]
+
+
+def test_bitsandbytes_configs_are_rejected_by_name(tmp_path: Path) -> None:
+    program = """
+from transformers import BitsAndBytesConfig
+try:
+    BitsAndBytesConfig(load_in_4bit=True)
+except RuntimeError as error:
+    print(error)
+import torch
+torch.ones(1, device="cuda")
+"""
+    done, _ = rehearse(tmp_path, "--device", "A100-40", "--", program=program)
+    assert "a rehearsal cannot run bitsandbytes" in done.stdout

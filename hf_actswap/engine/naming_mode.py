@@ -96,8 +96,8 @@ class NamingMode(TorchFunctionMode):
             return None
         random = draws_random_numbers(func, name, args, kwargs)
         ticket_of = self._forward.ticket_of_input
-        name, fuse = f"{self._forward.scope}.{path}", self._forward.fuse
-        return Region(name, func, args, kwargs, ticket_of, self._counters, random, fuse)
+        name = f"{self._forward.scope}.{path}"
+        return Region(name, func, args, kwargs, ticket_of, self._counters, random)
 
     def _own_outputs(
         self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None

@@ -11,7 +11,6 @@ from torch import nn
 from ..plan.actions import Adjustment, MemoryPlan
 from .auto_windows import AutoWindows, StageWindows
 from .fates import FateTable
-from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .parameters import parameter_places
@@ -134,7 +133,6 @@ class PlanRuntime:
             self.counters,
             self._plan.min_tensor_bytes,
             auto,
-            Fuser().run_again if self._plan.fused_recompute else None,
             self._pack_handler,
             self._resources.passes,
         )

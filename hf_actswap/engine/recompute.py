@@ -45,7 +45,6 @@ class Region:
         ticket_of: makes the ticket for an input.
         counters: where runs are counted.
         random: whether the random state must be restored.
-        fuse: runs the region again in a compiled kernel, or returns false if it cannot (`fused`).
         keeps: whether ops inside are kept or swapped, so that they are not run again (`kept_results`).
         called: what the call reads beside its arguments; ``None``: nothing (a function).
     """
@@ -59,14 +58,13 @@ class Region:
         ticket_of: Callable[[torch.Tensor], Ticket],
         counters: Counters,
         random: bool,
-        fuse: Callable[[Region], bool] | None = None,
         keeps: bool = False,
         called: CalledModule | None = None,
     ) -> None:
         self.name, self.function, self.called = name, run, called
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
-        self._counters, self._fuse = counters, fuse
+        self._counters = counters
         leaves, self._spec = tree_flatten((args, kwargs))
         self.leaves = [
             Input(ticket_of(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -173,8 +171,6 @@ class Region:
             self._run_again_unnamed(outputs)
 
     def _run_again_unnamed(self, outputs: bool) -> None:
-        if self._fuse is not None and not self.kept and self._fuse(self):
-            return
         leaves = self._inputs()
         try:
             caught, result = self._run(leaves, outputs, self.kept)

@@ -18,7 +18,6 @@ from .checkpoint_inputs import CheckpointInputs
 from .fates import Action, FateTable
 from .host_pool import HostPool
 from .passes import CrossingReleases, PassOrder
-from .recompute import Region
 from .schedule import PrefetchRequest, ReleaseQueue
 from .stats import Counters
 from .tickets import SwapGroup, SwapTicket, Ticket
@@ -49,7 +48,6 @@ class ForwardContext:
     counters: Counters
     min_tensor_bytes: int
     auto: AutoWindows | None = None
-    fuse: Callable[[Region], bool] | None = None
     pack_handler: PackHandler | None = None
     passes: PassOrder | None = None
 

@@ -184,7 +184,6 @@ class MemoryPlan:
         bind_numa: whether process and host memory are kept beside the device.
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
-        fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
         tiles: the parts of the model that run over pieces of the tokens. The JSON has this key only if there
             are any.
         streamed: how the sequence is streamed; ``None``: it is not (then the JSON has no such key).
@@ -205,7 +204,6 @@ class MemoryPlan:
     bind_numa: bool = True
     gather_weights_again: bool = False
     keeps_gathered: tuple[Layer, ...] = ()
-    fused_recompute: bool = False
     tiles: tuple[Tile, ...] = ()
     streamed: SequenceChunks | None = None
     fingerprint: Fingerprint | None = None

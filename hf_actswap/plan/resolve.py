@@ -274,7 +274,6 @@ class _Resolution:
             lines=self._lines(recompute, selections),
             warnings=tuple(warnings),
             unsupported=unsupported_policies(self._config, self._structure),
-            fused_recompute=section.fused,
             gather_weights_again=section.parallel_optimizer_comm_recompute and self._structure.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )

@@ -313,7 +313,7 @@ def test_tuples_and_bools_in_tables_per_stage(value: object, kept: object) -> No
         (False, {"recompute": True}, "smart_swap", True),
         (False, {"recompute": [0, 0], "select_recompute": {"a": False}}, "adaptive", True),
         (False, {"select_recompute_exclude": {"a": False, "b": [0]}}, "adaptive", True),
-        (False, {"mp_comm_recompute": False, "fused": True}, "adaptive", True),
+        (False, {"mp_comm_recompute": False}, "adaptive", True),
         (True, {"compile_budget": 0.5, "select_recompute_exclude": {"a": [0]}}, "smart_swap", True),
         (True, {}, "adaptive", False),
         (False, {"recompute": [0, 1]}, "adaptive", False),

@@ -74,7 +74,7 @@ WORKLOAD: Workload = (
 ONE_BY_ONE = [row.name for row in ROWS if not row.compiles and row.budget is None]
 if ON_CPU:  # where they are measured by other tests
     ONE_BY_ONE = ["eager", "trl-offloading", "actswap-everything-auto"]
-COMPILED = ("compiled", "actswap-compiled-auto", "actswap-elementwise-fused")
+COMPILED = ("compiled", "actswap-compiled-auto")
 needs_device = pytest.mark.skipif(ON_CPU, reason="needs an accelerator")
 Record = Callable[[str, object], None]
 

@@ -57,18 +57,6 @@ def test_a_weight_written_before_backward_is_an_error_that_names_it(plan: Memory
             weight.copy_(before)
 
 
-@pytest.mark.slow
-def test_a_weight_written_before_a_fused_run_is_an_error() -> None:
-    model = tiny_llama()
-    applied = apply(model, plan_of(*recompute_rows(["input_layernorm"], _LAYERS), fused_recompute=True))
-    forward(model).backward()
-    loss = forward(model)
-    add_one(model.model.layers[1].input_layernorm.weight)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        loss.backward()
-    applied.remove()
-
-
 def test_an_optimizer_step_before_backward_is_an_error() -> None:
     model = tiny_llama()
     applied = apply(model, {"recompute_config": {"recompute": True}})

@@ -293,7 +293,11 @@ def test_problems_of_the_document() -> None:
     document = {
         "memory": {"mode": "smart_swap"},
         "stacks": {
-            "encoder": {"swap_config": {"swap": 3}, "memory": {}, "recompute_config": {"fused": True}},
+            "encoder": {
+                "swap_config": {"swap": 3},
+                "memory": {},
+                "recompute_config": {"parallel_optimizer_comm_recompute": True},
+            },
             "decoder": 7,
         },
     }
@@ -305,7 +309,8 @@ def test_problems_of_the_document() -> None:
         "stacks.encoder.swap_config.swap: expected true or false, found 3.",
         "stacks.encoder.memory: expected a key of `stacks.encoder`, found an unknown key. "
         "Valid: swap_config, recompute_config.",
-        "stacks.encoder.recompute_config.fused: expected a key for one stack, found one for the model. "
+        "stacks.encoder.recompute_config.parallel_optimizer_comm_recompute: expected a key for one stack, "
+        "found one for the model. "
         "Write it in the document's own recompute_config.",
         "stacks.decoder: expected a mapping, found 7.",
     ]

@@ -159,10 +159,10 @@ def test_what_is_written_by_hand_stays_and_is_not_decided_again() -> None:
         PlanRow(2, "attn.core", "swap", windows=Windows(3, 9)),
         PlanRow(3, "mlp.silu", "recompute"),
     )
-    fixed = replace(NOTHING, rows=rows, bind_numa=False, fused_recompute=True, family="llama")
+    fixed = replace(NOTHING, rows=rows, bind_numa=False, family="llama")
     found = found_at(llama(), 0.2, fixed)
     assert found.plan.rows[: len(rows)] == rows
-    assert (found.plan.bind_numa, found.plan.fused_recompute, found.plan.family) == (False, True, "llama")
+    assert (found.plan.bind_numa, found.plan.family) == (False, "llama")
     added = found.plan.rows[len(rows) :]
     assert added
     assert not any(row.scope == 0 and row.op_path != "output" for row in added)

@@ -167,7 +167,9 @@ class Rehearsed:
             return
         yield from self._shown_process(self.processes[0])
         for other in self.processes[1:]:
-            yield f"Rank {other.seen['rank']}: {'; '.join(_peaks(other))}"
+            times = other.step_ms()
+            step = [] if times is None else [f"a step: {step_ms_text(times[0])}"]
+            yield f"Rank {other.seen['rank']}: {'; '.join([*_peaks(other), *step])}"
             yield from _out_of_memory(other)
         yield from listed(self._notes())
         if self.advice is not None:

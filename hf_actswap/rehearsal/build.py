@@ -30,8 +30,10 @@ RUNTIME = "libhf_actswap_runtime.so"
 ARITHMETIC = "libhf_actswap_arithmetic.so"
 """Loaded once PyTorch is imported."""
 DRIVER = "libcuda.so.1"
+_RUNTIME = ("runtime", "cublas", "nccl")
+"""Sources of the runtime's library."""
 
-_SYMBOL = re.compile(r"(?:cuda[A-Z]|__cuda|cublas|cusolver|cusparse[A-Z]|cufft|curand)\w*\Z")
+_SYMBOL = re.compile(r"(?:cuda[A-Z]|__cuda|cublas|cusolver|cusparse[A-Z]|cufft|curand|nccl[A-Z])\w*\Z")
 _DRIVER_SYMBOL = re.compile(r"cu[A-Z]\w*\Z")
 
 
@@ -174,16 +176,16 @@ def _compile(torch: _Torch, compiler: str, nm: str, folder: Path) -> None:
     include = [f"-I{path}" for path in torch.include if path.is_dir()]
     python = f"-I{sysconfig.get_paths()['include']}"
     common = [compiler, "-std=c++20", "-fPIC", "-w", *include]
-    objects = {name: folder.parent / f"{name}.o" for name in ("runtime", "cublas", "stubs", "arithmetic")}
-    for name, options in (("runtime", ["-O2"]), ("cublas", ["-O2"]), ("arithmetic", ["-O1", python])):
+    objects = {name: folder.parent / f"{name}.o" for name in (*_RUNTIME, "stubs", "arithmetic")}
+    for name, options in (*((name, ["-O2"]) for name in _RUNTIME), ("arithmetic", ["-O1", python])):
         _run([*common, *options, "-c", str(NATIVE / f"{name}.cpp"), "-o", str(objects[name])])
     asked = _symbols(nm, "--undefined-only", torch.libraries)
-    ours = _symbols(nm, "--defined-only", [objects["runtime"], objects["cublas"]])
+    ours = _symbols(nm, "--defined-only", [objects[name] for name in _RUNTIME])
     missing = sorted(name for name in asked - ours if _SYMBOL.match(name))
     (folder / "stubs.cpp").write_text('extern "C" {\n' + _stubs(missing) + "}\n", "utf-8")
     (folder / "driver.cpp").write_text('extern "C" {\n' + _driver(asked) + "}\n", "utf-8")
     _run([*common, "-O1", "-c", str(folder / "stubs.cpp"), "-o", str(objects["stubs"])])
-    runtime = [str(objects[name]) for name in ("runtime", "cublas", "stubs")]
+    runtime = [str(objects[name]) for name in (*_RUNTIME, "stubs")]
     _run([compiler, "-shared", "-o", str(folder / RUNTIME), *runtime])
     _run(
         [*common, "-shared", str(folder / "driver.cpp"), "-o", str(folder / DRIVER), f"-Wl,-soname,{DRIVER}"]

@@ -39,6 +39,7 @@ from tests.pipeline.test_swap_over_passes import CountingTransfer
 from tests.processes import run_cases
 
 VOCABULARY, STEPS = 67, 2
+_CPU = torch.device("cpu")
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -231,16 +232,16 @@ def counted(staged: StagedModel) -> Counter[int]:
     return found
 
 
-def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
+def run_case(case: Case, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> Result:
     """Run the steps on this rank, whole and staged."""
     assert group is not None
-    stage, cpu = dist.get_rank(group), torch.device("cpu")
-    reference, model = (tiny_model(case.family, case.layers) for _ in range(2))
+    stage = dist.get_rank(group)
+    reference, model = (tiny_model(case.family, case.layers).to(device) for _ in range(2))
     staged, applied = staged_of(case, model, dist.get_world_size(group), stage)
     forwards = counted(staged)
-    runtime = PipelineRuntime(staged, group, case.schedule, cpu)
-    gradients = StageGradients(staged, group, cpu)
-    batches = batches_of(case)
+    runtime = PipelineRuntime(staged, group, case.schedule, device)
+    gradients = StageGradients(staged, group, device)
+    batches = [{name: one.to(device) for name, one in batch.items()} for batch in batches_of(case)]
     tokens = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
     differing: dict[str, float] = {}
     losses, norms = [], []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hf_actswap.planner.record.devices import device_rates
 from hf_actswap.rehearsal.launch import SETTINGS
 
 pytestmark = pytest.mark.rehearsal
@@ -62,7 +63,16 @@ for kind in ("ddp", "fsdp"):
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     if rank == 0:
-        print(kind, "trained")
+        print(kind, "trained", dist.get_backend())
+values = torch.empty(2**30, device="cuda")
+dist.barrier()
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+dist.all_reduce(values)
+end.record()
+torch.cuda.synchronize()
+if rank == 0:
+    print("all_reduce", begin.elapsed_time(end))
 dist.destroy_process_group()
 """
 
@@ -129,14 +139,21 @@ def test_running_out_of_memory_is_survived_and_planned_for(tmp_path: Path) -> No
     assert report["fits"] is False
 
 
-def test_ranks_that_ask_for_nccl_train_through_gloo(tmp_path: Path) -> None:
+def test_each_rank_has_a_report(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done, report = rehearse(
-        tmp_path, "--device", "A100-40", "--devices", "2", "--", program=RANKS, launch=launch
+        tmp_path, "--device", "A100-40", "--devices", "2", "--clock", "--", program=RANKS, launch=launch
     )
     assert "ddp trained" in done.stdout
     assert "fsdp trained" in done.stdout
-    assert done.stderr.count("ranks talk through gloo") == 1
+    assert "nccl" in done.stdout
+    (took,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("all_reduce")]
+    fabric = device_rates("A100-40").fabric
+    assert fabric is not None
+    assert 1 <= took / (4 * 2**30 / fabric.bytes_per_ms) < 2, "each rank sends half twice, then the rest"
+    (other,) = [line for line in done.stderr.splitlines() if line.startswith("Rank 1: ")]
+    assert "on device 1" in other
+    assert "a step: " in other
     assert [(process["rank"], list(process["devices"])) for process in report["processes"]] == [
         (0, ["0"]),
         (1, ["1"]),

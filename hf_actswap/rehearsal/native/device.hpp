@@ -16,7 +16,7 @@ inline int& current_device() {
 inline Stream& stream_of(const void* handle) {
   if ((size_t)handle > 2) return *(Stream*)handle;
   static std::vector<Stream*>* defaults = new std::vector<Stream*>();
-  std::lock_guard<std::recursive_mutex> guard(order().mutex);
+  Guard guard(order().mutex);
   while ((int)defaults->size() < memory().devices)
     defaults->push_back(order().new_stream((int)defaults->size(), 0));
   return *(*defaults)[current_device()];
@@ -34,7 +34,7 @@ inline Counts& counts() {
 inline void launch(const void* handle) {
   Stream& stream = stream_of(handle);
   counts().launches++;
-  std::lock_guard<std::recursive_mutex> guard(order().mutex);
+  Guard guard(order().mutex);
   order().run_kernel(stream);
   kernel_launched(stream.times);
 }
@@ -42,7 +42,7 @@ inline void launch(const void* handle) {
 inline void launch_product(const void* handle, double m, double n, double k, double batch, bool half) {
   Stream& stream = stream_of(handle);
   counts().products++;
-  std::lock_guard<std::recursive_mutex> guard(order().mutex);
+  Guard guard(order().mutex);
   order().run_kernel(stream);
   product_launched(stream.times, 2 * m * n * k * batch, half);
 }

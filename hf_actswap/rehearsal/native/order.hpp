@@ -4,6 +4,8 @@
 //   eager   when it is enqueued
 //   lazy    when something runs that is ordered behind it, and not before
 //   random  at a moment between the two, chosen by a seed
+// A collective of several ranks (nccl.cpp) is carried out like a copy, in two parts: it reads its inputs when another rank
+// needs them, or something here is ordered behind it; it writes its results when something here is ordered behind it.
 // So code that lacks a wait reads or overwrites the wrong values in one of the orders. Values do not show every missing
 // wait (a kernel is never late), so accesses are compared too: each stream has a vector clock, and two accesses to the same
 // bytes, one of them a write, must be ordered by streams, events or the host.
@@ -13,13 +15,13 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "clock.hpp"
+#include "lock.hpp"
 #include "settings.hpp"
 
 namespace rehearsal {
@@ -31,26 +33,41 @@ inline void join(Clock& into, const Clock& other) {
   for (size_t i = 0; i < other.size(); i++) into[i] = std::max(into[i], other[i]);
 }
 
-struct Copy {
+// What is carried out later than it is enqueued.
+struct Work {
+  bool done = false;
+  uint64_t looked_at = 0;
+  std::vector<std::shared_ptr<Work>> before;
+  virtual ~Work() = default;
+  // Carry out what can be carried out now; false: the rest waits for other ranks. Nothing of `before` is outstanding.
+  virtual bool advance() = 0;
+  // What it waits for, as the text of an error.
+  virtual std::string missing() const { return ""; }
+};
+using Works = std::vector<std::shared_ptr<Work>>;
+
+struct Copy : Work {
   char* to;
   const char* from;
   size_t bytes;
-  bool done = false;
-  std::vector<std::shared_ptr<Copy>> before;
+  Copy(char* to, const char* from, size_t bytes) : to(to), from(from), bytes(bytes) {}
+  bool advance() override {
+    memmove(to, from, bytes);
+    return true;
+  }
 };
-using Copies = std::vector<std::shared_ptr<Copy>>;
 
 struct Stream {
   int device = 0;
   size_t index = 0;
   int priority = 0;
   Clock clock;
-  Copies pending;  // what the next work on the stream is ordered behind
+  Works pending;  // what the next work on the stream is ordered behind
   StreamTimes times;
 };
 
 struct Event {
-  Copies pending;
+  Works pending;
   Clock clock;
   EventTimes times;
   int queries = 0;
@@ -72,7 +89,8 @@ enum class When { eager, lazy, random };
 
 class Order {
  public:
-  std::recursive_mutex mutex;
+  DeviceLock mutex;
+  std::string failure;  // why the devices are of no use any more; empty: they are
   const bool checks_races = settings().number("races", 1);
   const size_t real_bytes = settings().number("real_bytes", 1ull << 20);  // larger copies carry no bytes
 
@@ -111,14 +129,51 @@ class Order {
   }
 
   void enqueue(Stream& stream, char* to, const char* from, size_t bytes, bool at_once) {
-    begin(stream);
-    auto copy = std::make_shared<Copy>(Copy{to, from, bytes});
-    copy->before = stream.pending;
-    stream.pending = {copy};
+    auto copy = std::make_shared<Copy>(to, from, bytes <= real_bytes ? bytes : 0);
+    append(stream, copy);
     if (at_once || when_ == When::eager) finish(stream.pending);
     else waiting_.push_back(copy);
     disturb();
   }
+
+  // Enqueue what may have to wait for other ranks: this thread does not.
+  void enqueue(Stream& stream, std::shared_ptr<Work> work) {
+    append(stream, work);
+    waiting_.push_back(work);
+    progress();
+  }
+
+  // Time has passed for the device: other ranks have sent something.
+  void progress() {
+    if (when_ == When::eager)
+      for (auto work : Works(waiting_)) advance({work});
+    disturb();
+  }
+
+  // Carry work out as far as other ranks allow; return whether that is all.
+  bool carry_out(std::shared_ptr<Work> work) { return advance({work}); }
+
+  // Carry out what work is ordered behind, as far as other ranks allow; return whether that is all.
+  bool reach(Work& work) { return advance(work.before); }
+
+  // Whether other ranks are waited for with success: until `is_there`, or until one of them is overdue.
+  template <typename Condition, typename Missing>
+  bool await(const Condition& is_there, const Missing& missing) {
+    auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds((long)(1e3 * ranks_limit_s));
+    while (failure.empty() && !is_there())
+      if (!mutex.wait(end) && !is_there()) fail(missing() + " within " + std::to_string((long)ranks_limit_s) + " s");
+    return failure.empty();
+  }
+
+  // No work can go on: every call of the runtime returns an error with this text from now on.
+  void fail(const std::string& why) {
+    if (!failure.empty()) return;
+    failure = why;
+    fprintf(stderr, "rehearsal: %s\n", why.c_str());
+    mutex.tell();
+  }
+
+  const double ranks_limit_s = settings().real("ranks_limit_s", 600);  // how long another rank is waited for
 
   void record(Event& event, Stream& stream) {
     join(stream.clock, host_);
@@ -129,8 +184,8 @@ class Order {
   }
 
   void wait(Stream& stream, Event& event) {
-    for (auto& copy : event.pending)
-      if (!copy->done) stream.pending.push_back(copy);
+    for (auto& work : event.pending)
+      if (!work->done) stream.pending.push_back(work);
     join(stream.clock, event.clock);
     stream_waits(stream.times, event.times);
   }
@@ -148,7 +203,7 @@ class Order {
   }
 
   void synchronize_all() {
-    for (auto* stream : streams_) synchronize(*stream);
+    for (size_t i = 0; i < streams_.size(); i++) synchronize(*streams_[i]);  // others may be made during a wait
   }
 
   // Whether the host sees that all is done.
@@ -200,52 +255,70 @@ class Order {
  private:
   static constexpr int kPatience = 64;
 
-  void finish(Copies& copies) {
-    for (auto& copy : copies) carry_out(*copy);
-    copies.clear();
+  void append(Stream& stream, std::shared_ptr<Work> work) {
+    begin(stream);
+    work->before = stream.pending;
+    stream.pending = {work};
   }
 
-  void carry_out(Copy& copy) {
-    if (copy.done) return;
-    copy.done = true;
-    finish(copy.before);
+  // Carry these out, and wait for other ranks if need be: without the lock, so the list may change meanwhile.
+  void finish(Works& works) {
+    Works taken = works;
+    if (!advance(taken)) await([&] { return advance(taken); }, [&] { return blocked_->missing(); });
+    if (!failure.empty()) works.clear();
+    drop_done(works);
+  }
+
+  // Carry these out as far as other ranks allow; return whether that is all.
+  bool advance(const Works& works) {
+    looks_++;
+    bool all = true;
+    for (auto& work : works) all = carried_out(*work) && all;
+    return all;
+  }
+
+  bool carried_out(Work& work) {
+    if (work.done) return true;
+    if (work.looked_at == looks_) return false;
+    work.looked_at = looks_;
+    bool ready = true;
+    for (auto& earlier : work.before) ready = carried_out(*earlier) && ready;
+    if (!ready) return false;
+    work.before.clear();
     HostStands stands;
-    if (copy.bytes <= real_bytes) memmove(copy.to, copy.from, copy.bytes);
+    work.done = work.advance();
+    if (!work.done) blocked_ = &work;
+    return work.done;
   }
 
   void disturb() {
     if (when_ != When::random) {
-      if (waiting_.size() > 256) drop_done();
+      if (waiting_.size() > 256) drop_done(waiting_);
       return;
     }
-    drop_done();
+    drop_done(waiting_);
     while (!waiting_.empty() && random_() % 3 == 0) {
-      size_t chosen = random_() % waiting_.size();
-      carry_out(*waiting_[chosen]);
-      drop_done();
+      advance({waiting_[random_() % waiting_.size()]});
+      drop_done(waiting_);
     }
   }
 
-  void drop_done() {
-    waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), [](auto& copy) { return copy->done; }),
-                   waiting_.end());
+  static void drop_done(Works& works) {
+    works.erase(std::remove_if(works.begin(), works.end(), [](auto& work) { return work->done; }), works.end());
   }
 
   // With a clock time alone decides; else a device makes progress while the host asks.
-  bool is_done(Copies& copies, int& asked, double at_ms) {
-    if (rates().on) {
-      if (!is_reached(at_ms)) return false;
-      finish(copies);
-      return true;
+  bool is_done(Works& works, int& asked, double at_ms) {
+    if (rates().on && !is_reached(at_ms)) return false;
+    drop_done(works);
+    if (works.empty()) return true;
+    if (!rates().on) {
+      asked++;
+      bool now = when_ == When::random ? random_() % 2 == 0 : asked >= kPatience;
+      if (!now) return false;
+      asked = 0;
     }
-    copies.erase(std::remove_if(copies.begin(), copies.end(), [](auto& copy) { return copy->done; }), copies.end());
-    if (copies.empty()) return true;
-    asked++;
-    bool now = when_ == When::random ? random_() % 2 == 0 : asked >= kPatience;
-    if (!now) return false;
-    asked = 0;
-    finish(copies);
-    return true;
+    return advance(Works(works));
   }
 
   static Range fresh(char* end, const Access& access, bool writes) {
@@ -296,7 +369,9 @@ class Order {
   When when_ = When::lazy;
   std::vector<Stream*> streams_;
   Clock host_;
-  Copies waiting_;
+  Works waiting_;
+  uint64_t looks_ = 0;
+  Work* blocked_ = nullptr;
   std::mt19937_64 random_;
   std::map<char*, Range> ranges_;
   std::set<std::string> told_;

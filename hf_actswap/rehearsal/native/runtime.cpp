@@ -25,7 +25,8 @@ cudaError_t failed(cudaError_t error) {
 
 Event& event_of(cudaEvent_t event) { return *(Event*)event; }
 
-using Guard = std::lock_guard<std::recursive_mutex>;
+// The state of the devices: an error if another rank has ended, or did not come.
+cudaError_t state() { return order().failure.empty() ? cudaSuccess : failed(cudaErrorLaunchFailure); }
 
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle, bool synchronous) {
   if (!bytes) return cudaSuccess;
@@ -51,7 +52,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle, 
   if (!host_from) order().touch(stream, from, bytes, false, name);
   if (!host_to) order().touch(stream, to, bytes, true, name);
   if (synchronous || host_to) order().synchronize(stream);
-  return cudaSuccess;
+  return state();
 }
 
 cudaError_t fill(void* at, int value, size_t bytes, cudaStream_t handle) {
@@ -97,6 +98,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorLaunchFailure: return order().failure.c_str();
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
     case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
@@ -181,7 +183,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 cudaError_t cudaDeviceSynchronize() {
   Guard guard(order().mutex);
   order().synchronize_all();
-  return cudaSuccess;
+  return state();
 }
 
 // Memory
@@ -311,12 +313,13 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   Guard guard(order().mutex);
+  if (state() != cudaSuccess) return state();
   return order().query(stream_of(stream)) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   Guard guard(order().mutex);
   order().synchronize(stream_of(stream));
-  return cudaSuccess;
+  return state();
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Guard guard(order().mutex);
@@ -371,12 +374,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Guard guard(order().mutex);
+  if (state() != cudaSuccess) return state();
   return order().query(event_of(event)) ? cudaSuccess : failed(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Guard guard(order().mutex);
   order().synchronize(event_of(event));
-  return cudaSuccess;
+  return state();
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   *milliseconds = (float)elapsed_ms(event_of(from).times, event_of(to).times);
@@ -387,15 +391,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
   launch(stream);
-  return cudaSuccess;
+  return state();
 }
 cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
   launch(stream);
-  return cudaSuccess;
+  return state();
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void*, void**) {
   launch(configuration->stream);
-  return cudaSuccess;
+  return state();
 }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) {
   *kernel = (void*)function;

@@ -1,10 +1,7 @@
-"""What a rehearsal cannot run says so by name, and NCCL is replaced by gloo."""
+"""What a rehearsal cannot run says so by name."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -58,32 +55,3 @@ def refuse_compilation(torch: Any) -> None:
 
     original, torch.compile = torch.compile, compile
     torch.nn.Module.compile = compile_module
-
-
-def replace_nccl(distributed: Any) -> None:
-    """Let process groups that ask for NCCL use gloo, which has the same collectives.
-
-    Args:
-        distributed: ``torch.distributed``, or the module in it that has the functions.
-    """
-    said: list[str] = []
-
-    def with_gloo(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            asked = arguments[place] if len(arguments) > place else options.get("backend")
-            if asked is None or "nccl" in str(asked):
-                if not said and os.environ.get("RANK", "0") == "0":
-                    said.append("gloo")
-                    sys.stderr.write("rehearsal: ranks talk through gloo: NCCL needs GPUs\n")
-                if len(arguments) > place:
-                    arguments = (*arguments[:place], "gloo", *arguments[place + 1 :])
-                else:
-                    options["backend"] = "gloo"
-                options.pop("device_id", None)
-                options.pop("pg_options", None)
-            return original(*arguments, **options)
-
-        return call
-
-    distributed.init_process_group = with_gloo(distributed.init_process_group, 0)
-    distributed.new_group = with_gloo(distributed.new_group, 2)

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from hf_actswap.engine.link import Link, measure_link
 from hf_actswap.engine.slabs import PinnedSlabs
+from hf_actswap.rehearsal.launch import SETTINGS as REHEARSAL
 from hf_actswap.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -247,9 +248,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def results_folder() -> Path:
-    """Return the folder for results: the one that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here."""
+    """Return the folder for results: the one that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here.
+
+    In a rehearsal ``results/rehearsed/``: its device has a real one's name, and has measured nothing.
+    """
     named = os.environ.get(RESULTS_VARIABLE)
-    return Path(named) if named else RESULTS
+    return Path(named) if named else RESULTS / "rehearsed" if REHEARSAL in os.environ else RESULTS
 
 
 def console_of(console: Console | None) -> Console:

@@ -12,7 +12,9 @@ from hf_actswap.rehearsal.launch import SETTINGS
 Size = TypeVar("Size")
 
 REHEARSED = SETTINGS in os.environ
-"""Whether this process is in a rehearsal: the CPU computes what a GPU would."""
+"""Whether this process is in a rehearsal."""
+COMPUTED = "level=2" in os.environ.get(SETTINGS, "").split(";")
+"""Whether this process is in a rehearsal in which the CPU computes all values (``--arithmetic all``)."""
 
 
 def skip_times() -> None:
@@ -25,6 +27,12 @@ def skip_compiled() -> None:
     """Skip the running test in a rehearsal: it needs compiled kernels."""
     if REHEARSED:
         pytest.skip("a rehearsal runs no compiled kernels")
+
+
+def skip_too_large() -> None:
+    """Skip the running test in a rehearsal that computes all values: it needs steps that fill memory."""
+    if COMPUTED:
+        pytest.skip("too large to compute: rehearsed with --arithmetic small")
 
 
 def on_gpu(size: Size, in_rehearsal: Size) -> Size:

@@ -30,6 +30,7 @@ from benchmarks.methods import actswap, nothing
 from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.workloads import PRESETS, Workload
+from hf_actswap.rehearsal.launch import SETTINGS
 
 TINY = replace(PRESETS["cpu"], layers=1, tokens=8, steps=1, warmup_steps=1, expected_ms=1000.0)
 ABOUT = {"device": "d", "commit": "one"}
@@ -441,7 +442,10 @@ def test_a_device_that_does_not_answer_fails_the_row_and_is_asked_again(path: Pa
 
 def test_the_folder_of_the_results(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_ACTSWAP_RESULTS", raising=False)
+    monkeypatch.delenv(SETTINGS, raising=False)
     assert results_folder() == repository / "benchmarks" / "results"
+    monkeypatch.setenv(SETTINGS, "name=NVIDIA H100 80GB HBM3")
+    assert results_folder() == repository / "benchmarks" / "results" / "rehearsed"
     monkeypatch.setenv("HF_ACTSWAP_RESULTS", str(tmp_path))
     assert results_folder() == tmp_path
     assert file_name("NVIDIA H100 80GB HBM3 (ä)") == "nvidia-h100-80gb-hbm3"

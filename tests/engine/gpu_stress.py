@@ -33,6 +33,8 @@ needs_expandable_segments = pytest.mark.skipif(
     reason="the allocator's segments cannot grow here, and what it reserves holds fragments",
 )
 """For claims about reserved memory; `benchmarks` asks for such segments unless the device refuses them."""
+SEGMENT_BYTES = 20 * 2**20
+"""An expandable segment grows by so much, also past the limit: seen on PyTorch's allocator in a rehearsal."""
 STEPS = on_gpu(100, 21)
 """Each life of graphs with each batch, and most of them several times."""
 LAYERS = range(NUM_LAYERS)

@@ -59,7 +59,7 @@ def pressure(device: torch.device) -> str:
         stress.learn()
         assert stress.wrong_under(_PLAN, stressed(device), SHORT) == 0
         return "right, without pressure: the CPU has no such allocator"
-    stress = Stress(small_llama(device, hidden=on_gpu(1024, 256)), on_gpu((4, 1024), (4, 512)))
+    stress = Stress(small_llama(device, hidden=1024), (4, 1024))
     stress.learn()
     total_bytes = torch.accelerator.get_memory_info(device)[1]
     step_bytes = _peak_of_steps(stress, device)
@@ -95,8 +95,8 @@ def reserved(device: torch.device) -> str:
     if device.type == "cpu":
         return "the CPU reserves nothing"
     for name in ("windows 20", "auto"):
-        model = small_llama(device, hidden=on_gpu(2048, 256))
-        stress = Stress(model, on_gpu((4, 2048), (4, 512)))
+        model = small_llama(device, hidden=2048)
+        stress = Stress(model, (4, 2048))
         applied = on(model, PLANS[name], StreamTransfer(device))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -161,7 +161,7 @@ def _stress_sharded(plan: MemoryPlan | str, device: torch.device) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    stress = Stress(model, (2, 16) if on_cpu else (4, 512), LIVES_OF_SHARDED)
+    stress = Stress(model, (2, 16) if on_cpu else on_gpu((4, 512), (2, 48)), LIVES_OF_SHARDED)
     stress.learn()
     assert stress.wrong_bits(SHORT) == 0, "FSDP2 alone does not repeat its gradients"
     with install(model, fitting, shape, Resources(stressed(device))):

@@ -49,11 +49,14 @@ from tests.engine.tiny_models import (
     tiny_neox,
 )
 from tests.piece_limits import limit_pieces
+from tests.rehearsed import COMPUTED, skip_compiled, skip_times, skip_too_large
 
 DEVICE = device_named()
 ON_CPU = DEVICE.type == "cpu"
+CPU_COMPUTES = ON_CPU or COMPUTED
+"""Shapes are smaller there; a rehearsal of small arithmetic takes those of a device."""
 MIB = 2**20
-SLAB_BYTES, SLABS = (MIB, 2) if ON_CPU else (256 * MIB, 8)
+SLAB_BYTES, SLABS = (MIB, 2) if CPU_COMPUTES else (256 * MIB, 8)
 WORKLOAD: Workload = (
     replace(PRESETS["cpu"], layers=2, tokens=32, hidden=64, intermediate=128, warmup_steps=2, steps=1)
     if ON_CPU
@@ -71,6 +74,8 @@ WORKLOAD: Workload = (
         steps=2,
     )
 )
+if COMPUTED:  # the inner values of the feed-forward are large enough to be swapped, and little is computed
+    WORKLOAD = replace(WORKLOAD, tokens=1024, hidden=64, intermediate=1024, heads=1, kv_heads=1)
 ONE_BY_ONE = [row.name for row in ROWS if not row.compiles and row.budget is None]
 if ON_CPU:  # where they are measured by other tests
     ONE_BY_ONE = ["eager", "trl-offloading", "actswap-everything-auto"]
@@ -136,6 +141,7 @@ def test_host_memory_in_slabs(record_property: Record) -> None:
 
 @needs_device
 def test_the_link_is_measured(record_property: Record) -> None:
+    skip_times()
     link = measure_link(DEVICE)
     record_property("link", asdict(link))
     assert 1e6 < link.out_beside_in_bytes_per_ms <= link.out_bytes_per_ms < 1e9  # 1 GB/s to 1 TB/s
@@ -169,7 +175,9 @@ def test_copies_out_and_back() -> None:
 @pytest.fixture(scope="module")
 def stress() -> Stress:
     with deterministic():
-        found = Stress(small_llama(DEVICE, 32 if ON_CPU else 256), (2, 16) if ON_CPU else (4, 512))
+        found = Stress(
+            small_llama(DEVICE, 32 if CPU_COMPUTES else 256), (2, 16) if CPU_COMPUTES else (4, 512)
+        )
         found.learn()
     return found
 
@@ -230,7 +238,7 @@ def limited(limit_bytes: int | None, model: nn.Module) -> Iterator[Meter]:
 
 
 def test_out_of_memory_is_survived_by_what_can_be_evicted(repeatable: None) -> None:
-    width, tokens = (32, 256) if ON_CPU else (1024, 16384)
+    width, tokens = (32, 256) if ON_CPU else (64, 2**16) if COMPUTED else (1024, 2**14)
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(12)]
     model = nn.Sequential(*blocks).to(DEVICE, torch.float32 if ON_CPU else torch.bfloat16)
@@ -258,7 +266,7 @@ def test_out_of_memory_is_survived_by_what_can_be_evicted(repeatable: None) -> N
 
 
 STATES = Sizes("smoke", 2, 2, 64, 32, 256, min_tensor_bytes=1024)
-if not ON_CPU:
+if not CPU_COMPUTES:
     STATES = Sizes("smoke", 2, 4, 1024, 512, 4096)
 
 
@@ -273,6 +281,7 @@ def test_optimizer_states_on_the_host() -> None:
 
 @needs_device  # on the CPU it takes a minute, and `tests/benchmarks` does it
 def test_a_training_survives_six_tenths_of_its_memory() -> None:
+    skip_too_large()
     sizes = Sizes("smoke", 14, 6, 1024, 8192, 256)
     plain, _, planned, _ = OUT_OF_MEMORY_CASES
     needs = train(plain, sizes, None, DEVICE)
@@ -286,8 +295,8 @@ def test_a_training_survives_six_tenths_of_its_memory() -> None:
 WHOLE = replace(
     PRESETS["cpu-model"], dtype="bfloat16", tokens=200, hidden=128, intermediate=256, kv_heads=2, vocab=512
 )
-CHUNK_TOKENS, PIECE_BYTES = (80, 4096) if ON_CPU else (1024, MIB)
-if not ON_CPU:
+CHUNK_TOKENS, PIECE_BYTES = (80, 4096) if CPU_COMPUTES else (1024, MIB)
+if not CPU_COMPUTES:
     WHOLE = replace(WHOLE, tokens=2304, hidden=1024, intermediate=2752, vocab=8192)
 LOSS_TILES = 5
 WHOLE_MODEL: dict[str, dict[str, Any]] = {
@@ -374,6 +383,7 @@ def test_rows_of_the_frontier(name: str, bench: Bench) -> None:
 
 @needs_device  # as before
 def test_a_row_of_the_planner(bench: Bench) -> None:
+    skip_too_large()
     eager = bench.measure(WORKLOAD, EAGER.name)
     row = row_named("actswap_plan_half")
     assert row.budget is not None
@@ -388,6 +398,7 @@ def test_a_row_of_the_planner(bench: Bench) -> None:
 @needs_device  # on the CPU a compilation takes half a minute, and other tests do it
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_rows(name: str, bench: Bench) -> None:
+    skip_compiled()
     result = bench.measure(WORKLOAD, name)
     assert result.status == "measured", result
     assert (result.first_step_compile_ms or 0) > 0

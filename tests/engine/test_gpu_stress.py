@@ -36,7 +36,7 @@ from tests.engine.stressed_transfer import StressedTransfer
 from tests.engine.test_gpu import device
 from tests.engine.tiny_models import on
 from tests.quick_cases import quick_named
-from tests.rehearsed import REHEARSED, on_gpu, skip_compiled
+from tests.rehearsed import on_gpu, skip_compiled, skip_too_large
 
 BATCH, LENGTH = on_gpu((4, 512), (2, 48))
 CPU = torch.device("cpu")
@@ -130,8 +130,7 @@ def test_an_engine_that_does_not_wait_does_not_survive() -> None:
 )
 def test_gradients_survive_when_memory_is_short(allocator: str) -> None:
     """The allocator must take blocks back that are free but cached, in the middle of steps."""
-    if REHEARSED:
-        pytest.skip("steps that fill the allocator's segments take the CPU minutes")
+    skip_too_large()
     assert "right under pressure" in run_worker("pressure", PYTORCH_ALLOC_CONF=allocator)
 
 
@@ -139,6 +138,7 @@ def test_gradients_survive_when_memory_is_short(allocator: str) -> None:
 @needs_expandable_segments
 def test_little_more_is_reserved_than_allocated() -> None:
     """As in the benchmark: expandable segments, peaks reset after the warm-up."""
+    skip_too_large()
     settings = "expandable_segments:True"
     assert "reserved at most 1.08 of allocated" in run_worker("reserved", PYTORCH_ALLOC_CONF=settings)
 

@@ -18,6 +18,7 @@ from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner.meter import AllocatorMeter
 from hf_actswap.planner.rescue.oom_guard import OomGuard, guard_compiled
+from tests.engine.gpu_stress import SEGMENT_BYTES
 from tests.rehearsed import on_gpu, skip_compiled
 
 pytestmark = [
@@ -25,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 DEPTH, WIDTH, TOKENS = on_gpu((24, 4096, 16384), (12, 4096, 16384))
+BEYOND_BYTES = on_gpu(0, SEGMENT_BYTES)
+"""With half of the layers the limit falls inside of a segment, which the allocator takes whole."""
 DEVICE = torch.device("cuda", 0)
 
 
@@ -105,7 +108,7 @@ def test_the_first_step_survives(dropout: float, pinned: bool) -> None:
         assert all(map(torch.equal, found, expected))
         assert len(found) == DEPTH
         assert guard.caught > 0
-        assert torch.cuda.max_memory_reserved(DEVICE) <= fraction * peak
+        assert torch.cuda.max_memory_reserved(DEVICE) <= fraction * peak + BEYOND_BYTES
         assert idle.evicted_bytes > 0
         assert not idle._known
         del model, x, found

@@ -26,7 +26,7 @@ from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.record.clock import DeviceClock
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.planner.record.recorder import StepRecorder
-from tests.engine.gpu_stress import needs_expandable_segments
+from tests.engine.gpu_stress import SEGMENT_BYTES, needs_expandable_segments
 from tests.planner.simulated_device import Trained
 from tests.rehearsed import on_gpu, skip_compiled, skip_times
 
@@ -34,14 +34,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda", 0)
 GIB = 2**30
 LAYERS, TOKENS, WIDTH = 8, 8192, 2048
-RECORDED_LAYERS, RECORDED_WIDTH = 4, 4096
+RECORDED_LAYERS, RECORDED_WIDTH = 4, on_gpu(4096, 8192)
 """Of the recorded step: its kernels take several times as long as the host does to launch and record them, so
-that the device never waits, and the times of op events are those of kernels."""
+that the device never waits, and the times of op events are those of kernels. Wider in a rehearsal, where the
+host may be slow and kernels cost nothing."""
 MOST_RECORDING = 2.0
 """A recorded step may take so many times as long as one that is not."""
 STEPS = 13
-SEGMENT_BYTES = 20 * 2**20
-"""An expandable segment grows by so much, also past the limit: seen on PyTorch's allocator in a rehearsal."""
 
 
 def llama(compiled: bool = False, layers: int = LAYERS, width: int = WIDTH) -> Any:
@@ -205,7 +204,8 @@ def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> N
     wanted = 0.3 * unplanned.peak_bytes
     found = train({"mode": "smart_swap", "reduce_by_gib": wanted / GIB})
     fall = unplanned.peak_bytes - max(found.stable_peaks()[1:])
-    assert fall == pytest.approx(wanted, rel=0.05)
+    # Plans of the same time to a percent differ by so much in fragments; a clock chooses any of them.
+    assert 0.95 * wanted <= fall <= on_gpu(1.05, 1.15) * wanted
     with pytest.raises(BudgetError, match="the largest reduction"):
         train({"mode": "smart_swap", "reduce_by_gib": 0.95 * unplanned.peak_bytes / GIB}, steps=4)
 

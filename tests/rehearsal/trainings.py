@@ -7,12 +7,15 @@ passes of a pipeline. `mutations` leaves out one of these at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import gc
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from hf_actswap import apply
 from hf_actswap.apply import apply_plan
 from hf_actswap.engine import Resources, StreamTransfer
 from hf_actswap.engine.blocks import HostBuffer
@@ -26,7 +29,7 @@ from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import PlanRow, Windows, model_structure
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 from hf_actswap.stream.host_sequence import HostSequence
-from tests.engine.gpu_stress import Stress, small_llama
+from tests.engine.gpu_stress import PLANS, Stress, small_llama
 from tests.engine.tiny_models import VOCABULARY, gradients, on, plan_of, swap_everything, tiny_llama
 
 MIB = 2**20
@@ -81,6 +84,105 @@ def swapped_for_auto_windows() -> int:
     assert applied is not None
     with applied:
         return stress.wrong_bits(7)
+
+
+def mixed() -> int:
+    """Some ops swapped, some recomputed, in one layer."""
+    stress = learned_stress()
+    applied = on(stress.model, PLANS["swapped and recomputed"], StreamTransfer(device()))
+    assert applied is not None
+    with applied:
+        return stress.wrong_bits(7)
+
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "tiles": {
+        "tile_config": {
+            "tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"]},
+            "loss": 5,
+        },
+        "recompute_config": {"recompute": True},
+        "swap_config": {"swap": True, "layer_swap": [], "recompute_input": True, "default_prefetch": 1},
+        "memory": {"min_tensor_mib": 1e-6},
+    },
+    "stream": {"stream_config": {"tokens": 16}, "tile_config": {"loss": 3}},
+}
+NEAR = 1e-5
+"""Sums in tiles and chunks have another order: so far may weights be from those without a plan."""
+
+
+def _trained(config: Mapping[str, Any] | None) -> list[torch.Tensor]:
+    """Train a tiny Llama for some steps; return its losses and weights."""
+    model = tiny_llama(use_cache=False).to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    applied = None if config is None else apply(model, dict(config), optimizer=optimizer)
+    losses = []
+    for number in range(2):
+        ids = torch.randint(0, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=ids.to(device()), labels=ids.to(device())).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    if applied is not None:
+        assert applied.stats().offloads > 0
+        applied.remove()
+    return [*losses, *(item.detach().clone() for item in model.parameters())]
+
+
+@cache
+def _first_of(name: str) -> list[torch.Tensor]:
+    found = _trained(CONFIGS[name])
+    for mine, plain in zip(found, _trained(None), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=NEAR, atol=NEAR)
+    return found
+
+
+def configured(name: str) -> int:
+    """Tiles of an op and of the loss, or a sequence in chunks: always the bits of the first time."""
+    expected = _first_of(name)
+    return sum(wrong(*pair) for pair in zip(_trained(CONFIGS[name]), expected, strict=True))
+
+
+PLANNED_STEPS, SHARE = 7, 0.85
+"""Steps of a planned training, and its memory of what a plain one takes: a third of that cannot be moved."""
+
+
+def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]:
+    """Train a Llama with a wide feed-forward; return its losses and weights, and what the allocator held."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = tiny_llama(hidden_size=32, intermediate_size=2048, use_cache=False).to(device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    planner: Any = None if memory is None else apply(model, {"memory": memory}, optimizer=optimizer)
+    losses = []
+    for number in range(PLANNED_STEPS):
+        ids = torch.randint(0, VOCABULARY, (1, 512), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=ids.to(device()), labels=ids.to(device())).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    peak_bytes = torch.cuda.max_memory_reserved()
+    if planner is not None:
+        assert planner.phase == "stable"
+        assert planner.stats().offloads > 0
+        planner.remove()
+    return [*losses, *(item.detach().clone() for item in model.parameters())], peak_bytes
+
+
+@cache
+def _unplanned() -> tuple[list[torch.Tensor], int]:
+    return _planned(None)
+
+
+def planned(mode: str, preference: str = "performance") -> int:
+    """The planner records, tries plans and keeps one, within less memory than the plain training takes."""
+    expected, peak_bytes = _unplanned()
+    memory = {"mode": mode, "preference": preference, "warmup_steps": 1, "search_steps": 3}
+    found, _ = _planned({**memory, "budget_gib": SHARE * peak_bytes / 2**30})
+    return sum(wrong(*pair) for pair in zip(found, expected, strict=True))
 
 
 def host_block_is_used_again() -> int:
@@ -343,6 +445,12 @@ TRAININGS: dict[str, Callable[[], int]] = {
     "swapped": swapped,
     "fetched on use": lambda: swapped(prefetch_ops=0),
     "auto windows": swapped_for_auto_windows,
+    "mixed": mixed,
+    "tiles": partial(configured, "tiles"),
+    "stream": partial(configured, "stream"),
+    "smart_swap": partial(planned, "smart_swap"),
+    "adaptive": partial(planned, "adaptive"),
+    "planned with states": partial(planned, "smart_swap", "memory_saving"),
     "host block used again": host_block_is_used_again,
     "host memory cut up": host_memory_is_cut_up,
     "reader on another stream": reader_on_another_stream,

@@ -24,6 +24,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
 )
 from tests.quick_cases import quick_first
+from tests.rehearsed import on_gpu
 
 MIB = 2**20
 PLANS = {
@@ -142,7 +143,7 @@ def test_a_device_is_waited_for_before_its_memory_is_read(monkeypatch: pytest.Mo
 def test_nothing_grows_on_a_device(plan: str) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    nothing_grows(1000, plan, device)
+    nothing_grows(on_gpu(1000, 100), plan, device)
 
 
 def test_cached_traces_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

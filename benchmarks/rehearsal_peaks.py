@@ -3,26 +3,31 @@
 Usage:
     python benchmarks/rehearsal_peaks.py                  # needs PyTorch's CUDA build, no GPU
     python benchmarks/rehearsal_peaks.py --only 7b-8k --out results.json
+    python benchmarks/rehearsal_peaks.py --only 7b-8k planned --share 1.03 --repeat 10
 
 Each row is a training of three steps, batch 1, in a process of its own on a rehearsed H200 whose memory
 suffices for every row. Loss, backward, optimizer and zero_grad follow each other as in the Trainer, which
 frees the model's output before backward. The prediction is that of ``hf-actswap plan``, for the same model,
 batch, optimizer and plan.
 
-With ``--share 1.02`` the device has 1.02 times the predicted peak, and half a GiB for CUDA itself: what
-PyTorch's allocator holds beyond what is in use it gives back when memory is short, so reserved memory alone
-does not say what a training needs.
+With ``--share 1.03`` the device has 1.03 times the predicted peak, and half a GiB for CUDA itself: what
+PyTorch's allocator holds beyond what is in use it gives back when memory is short, as far as pages are
+whole, so reserved memory with memory for everything does not say what a training needs. ``--repeat 10`` runs
+a row so often: copies late, early, and at random moments by other seeds. Rows that are planned for a device
+run on that device, with its own memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 STEPS = 3
 DEVICE, MEMORY, CONTEXT = "H200", 400 * GIB, GIB // 2
+Order = Literal["lazy", "eager", "random"]
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 
 _7B: dict[str, Any] = {
@@ -86,11 +92,13 @@ recompute_config:
     {input_layernorm\..*: true, post_attention_layernorm\..*: true, mlp\.act_fn: true, mlp\.mul: true}
 """,
     "planned": "",
+    "half": "",
     "tiles": "{recompute_config: {recompute: true}, tile_config: {loss: auto}}",
     "stream": "{stream_config: {tokens: auto}, tile_config: {loss: auto}}",
 }
 """What saves memory -> the configuration. Checkpointing is transformers' own; ``planned`` is the fastest plan
-within its peak; ``mix`` is that of README.md."""
+within its peak, or within what `Row.fits` has; ``half`` within plain training's peak less half of its
+activations; ``mix`` is that of README.md."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Row:
         optimizer: as ``hf-actswap plan`` names them: ``adamw`` (fused) or ``adamw_torch`` (foreach).
         lora: rank of adapters, the only trained weights then; 0: all weights are trained.
         allocator: one of `ALLOCATORS`.
+        fits: the device for whose memory, less the planner's margin, the plan is made; empty: none.
+        host_gib: the most host memory of its plan: a rehearsal takes the machine's own; 0: no limit.
     """
 
     model: str
@@ -112,12 +122,21 @@ class Row:
     optimizer: Literal["adamw", "adamw_torch"] = "adamw"
     lora: int = 0
     allocator: str = "expandable"
+    fits: str = ""
+    host_gib: int = 0
+
+    @property
+    def device(self) -> str:
+        """The device that the row is planned for and rehearsed on."""
+        return self.fits or DEVICE
 
     @property
     def name(self) -> str:
         """The row in words, by which ``--only`` finds it."""
-        kind = f"lora{self.lora}" if self.lora else "full"
-        return f"{self.model}-{self.tokens // 1024}k {kind} {self.optimizer} {self.method} {self.allocator}"
+        kind, fits = f"lora{self.lora}" if self.lora else "full", f" {self.fits}" if self.fits else ""
+        fits += f" host{self.host_gib}" if self.host_gib else ""
+        length = f"{self.model}-{self.tokens // 1024}k"
+        return f"{length} {kind} {self.optimizer} {self.method} {self.allocator}{fits}"
 
 
 def rows() -> list[Row]:
@@ -130,59 +149,94 @@ def rows() -> list[Row]:
         for tokens in (8192, 32768)
         for method in ("plain", "checkpointing", "planned", "mix")
     ]
-    found += [Row(model, 8192, name) for model in ("moe", "gemma") for name in METHODS if name != "stream"]
+    models, rest = ("moe", "gemma"), ("stream", "half")
+    found += [Row(model, 8192, name) for model in models for name in METHODS if name not in rest]
     found += [Row("7b", 8192, method, "adamw_torch") for method in ("plain", "checkpointing")]
     found += [Row("7b", 8192, method, allocator="fixed") for method in METHODS]
+    found += [Row("7b", 8192, "planned", host_gib=4), Row("8b", 8192, "planned", lora=16, host_gib=4)]
+    on = ((4096, "RTX 4090"), (8192, "A100-40"), (16384, "H100"))
+    found += [Row("8b", tokens, "planned", lora=16, fits=device) for tokens, device in on]
     return found
 
 
-def rehearse(row: Row, memory: int = MEMORY) -> dict[str, Any]:
-    """Run a row on a rehearsed device with so much memory, in a process of its own."""
+def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: int) -> dict[str, Any]:
+    """Run a row so often with the plan that was made for it, in one process; print a line for each run.
+
+    Args:
+        row: the training.
+        planned: its plan and predictions, by `predicted`.
+        memory: memory of the device in bytes; ``None``: what it has.
+        count: number of runs.
+    """
     from hf_actswap.rehearsal import Options, build, environment
 
-    found = environment(Options(DEVICE, memory=f"{memory >> 20}MiB", clock=True, races=False), build())
-    found |= {"PYTORCH_ALLOC_CONF": ALLOCATORS[row.allocator], "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--step", json.dumps(vars(row))]
-    done = subprocess.run(command, env=found, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"name": row.name, "error": done.stderr.strip().splitlines()[-1][:300]}
-    return {"name": row.name, **json.loads(done.stdout.splitlines()[-1])}
+    facts = {key: value for key, value in planned.items() if key != "plan"}
+    found: dict[str, Any] = {"name": row.name, **facts, "memory": memory, "runs": []}
+    options = Options(row.device, 1, "" if memory is None else f"{memory >> 20}MiB", races=False, clock=True)
+    prepared = environment(options, build())
+    prepared |= {"PYTORCH_ALLOC_CONF": ALLOCATORS[row.allocator], "OMP_NUM_THREADS": "1"}
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump({"row": vars(row), "plan": planned["plan"], "runs": count}, file)
+        file.flush()
+        command = [sys.executable, __file__, "--step", file.name]
+        with subprocess.Popen(command, env=prepared, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+            for text in child.stdout or ():
+                if text.startswith("{"):
+                    found["runs"].append(json.loads(text))
+                    print(line(found, found["runs"][-1]), flush=True)
+    return found
 
 
 def _request(row: Row, folder: str) -> Any:
     from hf_actswap.cli.plan_request import Lora, ModelRequest
 
     (Path(folder) / "config.json").write_text(json.dumps(MODELS[row.model]), "utf-8")
-    return ModelRequest(folder, "bf16", Lora(row.lora) if row.lora else None)
+    adapters = Lora(row.lora, ("all-linear",) if row.fits else ()) if row.lora else None
+    return ModelRequest(folder, "bf16", adapters)
 
 
-def predicted(row: Row, request: Any) -> tuple[Any, dict[str, int]]:
+def _limits(row: Row, profile: Any, structure: Any) -> Any:
+    """Return the budget of a row that is planned."""
+    from hf_actswap import load_config, resolve_plan
+    from hf_actswap.config.schema import MemoryConfig
+    from hf_actswap.planner import Limits
+    from hf_actswap.planner.budget import budget_bytes
+    from hf_actswap.planner.cost.simulate import predict
+
+    host = row.host_gib * GIB or None
+    if row.fits:
+        return Limits(budget_bytes(MemoryConfig(), profile.device_bytes, 0), host)
+    method = "recompute" if row.method == "planned" else "plain"
+    found = predict(profile, resolve_plan(load_config(METHODS[method] or None), structure))
+    return Limits(found.peak_bytes - (found.kept_bytes // 2 if row.method == "half" else 0), host)
+
+
+def predicted(row: Row, request: Any) -> dict[str, Any]:
     """Return a row's plan, and the predicted peaks: of forward and backward, and of the optimizer's step."""
     from hf_actswap import load_config, resolve_plan
     from hf_actswap.cli.step import StepShape, profile_of
     from hf_actswap.cli.subject import subject
-    from hf_actswap.planner import Limits
     from hf_actswap.planner.cost.simulate import predict
     from hf_actswap.planner.search.find_plan import find_plan
     from hf_actswap.stream import ChunkedStep
 
     config = load_config(METHODS[row.method] or None)
     with subject(request, config) as found:
-        step = StepShape(1, row.tokens, DEVICE, "bf16" if row.lora else None, row.optimizer)
+        step = StepShape(1, row.tokens, row.device, "bf16" if row.lora else None, row.optimizer)
         plan = resolve_plan(config, found.shape)
         if plan.streamed is not None:
 
             def of_chunk(tokens: int) -> Any:
-                return profile_of(found, StepShape(1, tokens, DEVICE, None, row.optimizer), plan.tiles)
+                return profile_of(found, replace(step, tokens=tokens), plan.tiles)
 
-            chunked = ChunkedStep(found.model, found.shape, plan, DEVICE, of_chunk)
-            return plan, {"predicted": chunked.predicted(row.tokens).peak_bytes, "predicted_outside": 0}
-        profile = profile_of(found, step, plan.tiles)
-        if row.method == "planned":
-            all_again = resolve_plan(load_config(METHODS["recompute"]), found.shape)
-            plan = find_plan(profile, plan, Limits(predict(profile, all_again).peak_bytes)).plan
-        peak = predict(profile, plan).peak_bytes
-    return plan, {"predicted": peak, "predicted_outside": profile.outside_base_bytes}
+            chunked = ChunkedStep(found.model, found.shape, plan, row.device, of_chunk)
+            peak, outside = chunked.predicted(row.tokens).peak_bytes, chunked.profile.outside_base_bytes
+        else:
+            profile = profile_of(found, step, plan.tiles)
+            if row.method in ("planned", "half"):
+                plan = find_plan(profile, plan, _limits(row, profile, found.shape)).plan
+            peak, outside = predict(profile, plan).peak_bytes, profile.outside_base_bytes
+    return {"predicted": peak, "predicted_outside": outside, "plan": plan.to_json()}
 
 
 def measured(row: Row, request: Any, plan: Any) -> list[dict[str, int]]:
@@ -198,78 +252,106 @@ def measured(row: Row, request: Any, plan: Any) -> list[dict[str, int]]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if row.lora:
             model.enable_input_require_grads()
-    elif row.method != "plain":
-        apply(model, plan)
+    applied = apply(model, plan) if row.method not in ("plain", "checkpointing") else nullcontext()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     fused = row.optimizer == "adamw"
     optimizer = torch.optim.AdamW(trained, fused=fused or None, foreach=None if fused else True)
     ids = torch.zeros(1, row.tokens, dtype=torch.long, device="cuda")
-    found = []
-    for _ in range(STEPS):
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16, enabled=bool(row.lora)):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.cuda.synchronize()
-        passes = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        optimizer.step()
-        outside = torch.cuda.max_memory_allocated()
-        optimizer.zero_grad(set_to_none=True)
-        del loss
-        facts = torch.cuda.memory_stats()
-        sizes = {"passes": passes, "outside": outside, "reserved": torch.cuda.memory_reserved()}
-        found.append({**sizes, "retries": facts["num_alloc_retries"]})
-    return found
+    with applied:
+        return [_step(model, optimizer, ids, bool(row.lora)) for _ in range(STEPS)]
 
 
-def step(row: Row) -> dict[str, Any]:
-    """Predict and run a row, in this process, which a rehearsal has prepared."""
-    with tempfile.TemporaryDirectory() as folder:
-        request = _request(row, folder)
-        plan, found = predicted(row, request)
-        return {**found, "steps": measured(row, request, plan)}
+def _step(model: Any, optimizer: Any, ids: Any, mixed: bool) -> dict[str, int]:
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    torch.cuda.synchronize()
+    passes, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    outside, reserved = torch.cuda.max_memory_allocated(), max(reserved, torch.cuda.max_memory_reserved())
+    optimizer.zero_grad(set_to_none=True)
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    return {"passes": passes, "outside": outside, "reserved": reserved, "retries": retries}
 
 
-def predicted_bytes(row: Row) -> int:
-    """Return the predicted peak of a row."""
-    with tempfile.TemporaryDirectory() as folder:
-        return predicted(row, _request(row, folder))[1]["predicted"]
+def runs(file: str) -> Iterator[dict[str, Any]]:
+    """Run a row in this process, which a rehearsal has prepared: copies late, early, then at random moments.
+
+    Args:
+        file: has the row, its plan, and how often it runs. Between runs all memory is given back.
+    """
+    import torch
+
+    from hf_actswap.plan import MemoryPlan
+    from hf_actswap.rehearsal import RehearsedDevice
+
+    given = json.loads(Path(file).read_text("utf-8"))
+    row, device = Row(**given["row"]), RehearsedDevice.found()
+    plan = MemoryPlan.from_json(given["plan"])
+    orders: list[tuple[Order, int]] = [("lazy", 0), ("eager", 0)]
+    orders += [("random", seed) for seed in range(given["runs"])]
+    for order, seed in orders[: given["runs"]]:
+        if device is not None:
+            device.choose_order(order, seed)
+        said: dict[str, Any] = {"order": order, "seed": seed}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                said["steps"] = measured(row, _request(row, folder), plan)
+            except RuntimeError as error:  # out of memory is one
+                said["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        yield said
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_accumulated_memory_stats()
 
 
-def line(found: Mapping[str, Any]) -> str:
-    """Return a row of the table."""
-    if "error" in found:
-        return f"| {found['name']} | {found['error']} | | | | | |"
-    last = found["steps"][-1]
-    allocated, reserved = max(last["passes"], last["outside"]), last["reserved"]
+def line(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """Return a run's line of the table: the most of its steps."""
+    how = f"{found['name']}, {run['order']} {run['seed']}"
+    if "error" in run:
+        return f"| {how} | {run['error']} | | | | | |"
+    steps = run["steps"]
+    allocated = max(max(step["passes"], step["outside"]) for step in steps)
+    reserved = max(step["reserved"] for step in steps)
     off, more = 100 * (allocated / found["predicted"] - 1), 100 * (reserved / allocated - 1)
-    sizes = [found["predicted"], allocated, reserved]
-    texts = " | ".join(f"{size / GIB:.2f}" for size in sizes)
-    return f"| {found['name']} | {texts} | {off:+.2f} % | {more:.1f} % | {last['retries']} |"
+    sizes = " | ".join(f"{size / GIB:.2f}" for size in (found["predicted"], allocated, reserved))
+    retries = "/".join(str(step["retries"]) for step in steps)
+    return f"| {how} | {sizes} | {off:+.2f} % | {more:.1f} % | {retries} |"
 
 
 def main() -> None:
     """Rehearse the rows, print them, and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="parts of rows' names, all of which are in it")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write; rows of other names in it stay")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, help="memory of the device: so many times the predicted peak")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each row")
     given = parser.parse_args()
     if given.step:
-        print(json.dumps(step(Row(**json.loads(given.step)))))
+        for run in runs(given.step):
+            print(json.dumps(run), flush=True)
         return
-    found = []
+    kept = json.loads(given.out.read_text("utf-8")) if given.out and given.out.exists() else []
     print("| training | predicted, GiB | allocated | reserved | off | reserved above | retries |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows():
-        if all(part in row.name.split() for part in given.only or ()):
-            memory = MEMORY if given.share is None else int(given.share * predicted_bytes(row)) + CONTEXT
-            found.append(rehearse(row, memory))
-            print(line(found[-1]), flush=True)
-            if given.out:
-                given.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        if not all(part in row.name.split() for part in given.only or ()):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            planned = predicted(row, _request(row, folder))
+        memory = None if row.fits else MEMORY
+        if given.share is not None:
+            memory = int(given.share * planned["predicted"]) + CONTEXT
+        found = rehearse(row, planned, memory, given.repeat) | {"share": given.share}
+        same = (found["name"], given.share)
+        kept = [*(old for old in kept if (old["name"], old.get("share")) != same), found]
+        if given.out:
+            given.out.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ class Longest:
 
     Args:
         tokens: length of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
-        step: the predicted step; if ``tokens`` is 0, that of the shortest sequence.
+        step: the predicted step; if ``tokens`` is 0, that of the shortest sequence, or the shortest one that
+            is streamed.
         parts: what its peak consists of.
         host_bytes: host memory that it needs for swapped or streamed tensors and a paged optimizer's states.
         ends: which memory is closer to its limit, so that no longer sequence fits.
@@ -201,7 +202,7 @@ class _Lengths:
         step = self._chunked(plan)
         host_bytes = max(self._host - self._paged_bytes, 0)
         tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
-        predicted = step.predicted(tokens or UNIT_TOKENS)
+        predicted = step.predicted(tokens or step.shortest_streamed)
         found = self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
         kept = step.keeping_most(plan, tokens, self._budget_bytes) if tokens else 0
         if not kept:

@@ -81,6 +81,7 @@ class PlanAnswer:
             "step": found.step.document(),
             "mode": found.memory.mode,
             "budget_bytes": found.budget_bytes,
+            "allocatable_bytes": found.allocatable_bytes,
             "tokens_per_s": tokens_per_s(found, found.prediction),
             "host_memory": host_document(found),
             "profile": None if self.recorded is None else self.recorded.path,
@@ -112,8 +113,8 @@ class PlanAnswer:
             yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
             yield f"Chosen because {SECOND_CLASS}."
         yield heading("Predicted")
-        yield step_table(found.steps, found.budget_bytes)
-        if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
+        yield step_table(found.steps, found.allocatable_bytes)
+        if any(step.peak_bytes > found.allocatable_bytes for step in found.steps.values()):
             yield "! above the budget."
         if found.parts:
             yield heading("At the peak")

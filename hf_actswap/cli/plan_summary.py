@@ -44,7 +44,7 @@ def fits_line(found: SearchResult) -> str:
 
 def _against_checkpointing(found: SearchResult) -> str:
     checkpointed = found.steps[EVERYTHING]
-    if checkpointed.peak_bytes > found.budget_bytes:
+    if checkpointed.peak_bytes > found.allocatable_bytes:
         return f"gradient checkpointing alone would not fit ({size_text(checkpointed.peak_bytes)})"
     return _compared(found.prediction, checkpointed, "checkpointing")
 
@@ -95,7 +95,9 @@ def budget_text(found: SearchResult) -> str:
     memory, device = found.memory, found.profile.device_bytes
     text = size_text(found.budget_bytes)
     if memory.budget_gib is not None:
-        return f"{text}, as asked for, of {size_text(device)}"
+        fragments = found.budget_bytes - found.allocatable_bytes
+        said = f", {size_text(fragments)} of it for fragments" if fragments else ""
+        return f"{text}, as asked for, of {size_text(device)}{said}"
     if memory.reduce_by_gib is not None:
         return f"{text}, {memory.reduce_by_gib:g} GiB less than without a plan"
     ranks = ranks_of_a_machine(found.subject, found.step)

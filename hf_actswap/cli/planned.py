@@ -13,7 +13,16 @@ from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.tile_ladder import tile_names
-from ..planner.budget import BudgetError, budget_bytes, fits_outside_backward, impossible, limits_of
+from ..planner.budget import (
+    MARGIN_SHARE,
+    BudgetError,
+    budget_bytes,
+    budget_for,
+    fits_outside_backward,
+    fragment_bytes,
+    impossible,
+    limits_of,
+)
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
@@ -107,7 +116,7 @@ class SearchResult:
         memory: the ``memory`` section that was used.
         profile: profile of the step without a plan.
         plan: the plan that was found.
-        budget_bytes: the budget, which the plan keeps within.
+        budget_bytes: the budget, which the plan and the allocator's fragments keep within.
         steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested.
         chosen_tiles: ``tile_config`` of the plan if it has more tiles than the user wrote, because nothing
             fits without them.
@@ -123,6 +132,11 @@ class SearchResult:
     steps: Mapping[str, Prediction]
     chosen_tiles: TileConfig | None = None
     host_is_written: bool = False
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """The most that tensors of a step may take: the budget without fragments."""
+        return self.budget_bytes - fragment_bytes(self.profile, self.memory, self.budget_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -222,7 +236,7 @@ def costly_fates_note(steps: Mapping[str, Prediction]) -> Iterator[str]:
         size_text(max(steps[NOTHING].peak_bytes - steps[name].peak_bytes, 0))
         for name in (BY_HAND, PLANNER_SAME_PEAK)
     )
-    budget = math.ceil(steps[BY_HAND].peak_bytes / GIB * 100) / 100
+    budget = math.ceil(steps[BY_HAND].peak_bytes / (1 - MARGIN_SHARE) / GIB * 100) / 100
     cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (BY_HAND, PLANNER_SAME_PEAK))
     yield (
         f"! Costly: it saves {saved} and adds {cost} to a step. `memory: {{mode: adaptive, budget_gib: "
@@ -282,7 +296,7 @@ def planned(
     if (
         chosen
         and step.sequences * step.tokens > AUTO_LEAST_TOKENS
-        and fits_outside_backward(profile, memory, budget)
+        and fits_outside_backward(profile, memory, budget - fragment_bytes(profile, memory, budget))
     ):
         for tiles, tiled in ladder_of(found, config):
             with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
@@ -326,17 +340,19 @@ class _Search:
             BudgetError: no plan fits the budget.
         """
         memory, budget = self.memory, self.budget_bytes
-        limits = limits_of(memory, budget, fixed.min_tensor_bytes)
+        allocatable = budget - fragment_bytes(profile, memory, budget)
+        limits = limits_of(memory, allocatable, fixed.min_tensor_bytes)
         try:
             with busy("search"):
                 best = find_plan(profile, fixed, limits)
         except BudgetError:
             least = least_peak(profile, fixed, limits)
-            error = impossible(memory, budget, least.peak_bytes, self.unplanned_bytes, fixed.tiles)
+            needed = budget_for(profile, memory, least.peak_bytes)
+            error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
             error = error.with_hint("" if parts is None else f"The least is {parts}.")
             host = memory.host_memory_gib
-            rests = fits_outside_backward(profile, memory, budget)
+            rests = fits_outside_backward(profile, memory, allocatable)
             if not rests and profile.source == "shapes":
                 error = error.with_hint(_SMALLER)
             if rests and host is not None and least.host_bytes > 0.9 * host * GIB:

@@ -32,8 +32,6 @@ _OPTIMIZERS: Mapping[str, PaperOptimizerName] = {
 }
 _CONTEXT_BYTES = 1 << 29
 _MODE = "auto.yaml"
-_SPARE = 0.03
-"""Share of the device that a plan leaves to the allocator's gaps, as the budget of ``plan`` does."""
 _ROWS = {
     "nothing": "all kept",
     "recompute all": "gradient checkpointing",
@@ -81,7 +79,7 @@ class Advice:
 def _shown_plan(found: Mapping[str, Any]) -> Iterable[RenderableType]:
     step, tiles = found["step"], found["chosen_tiles"]
     yield (
-        f"For {step['batch']} x {step['seq']} tokens in {size_text(found['budget_bytes'])}, predicted "
+        f"For {step['batch']} x {step['seq']} tokens in {size_text(found['allocatable_bytes'])}, predicted "
         f"(hf-actswap plan shows which ops):"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -89,7 +87,7 @@ def _shown_plan(found: Mapping[str, Any]) -> Iterable[RenderableType]:
     for name in ("Peak", "Step", "Swapped", "Recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in found["predicted"].items():
-        mark = " !" if row["peak_bytes"] > found["budget_bytes"] else ""
+        mark = " !" if row["peak_bytes"] > found["allocatable_bytes"] else ""
         sizes = (size_text(row["swapped_bytes"]), size_text(row["recomputed_bytes"]))
         table.add_row(
             _ROWS.get(name, name), size_text(row["peak_bytes"]) + mark, step_ms_text(row["step_ms"]), *sizes
@@ -145,7 +143,14 @@ def _asked(seen: Mapping[str, Any], options: Options, folder: str) -> Advice:
     optimizer = seen.get("optimizer", "AdamW")
     if optimizer not in _OPTIMIZERS:
         said.append(f"The states of {optimizer} are not known: they count as AdamW's.")
-    request = _request(seen, options, folder, _OPTIMIZERS.get(optimizer, "adamw"))
+    asked = _OPTIMIZERS.get(optimizer, "adamw")
+    if asked == "adamw" and seen.get("foreach"):
+        asked = "adamw_torch"
+        said.append(
+            f"{optimizer} runs with foreach, PyTorch's default: its step takes as much again as the trained "
+            "weights. fused=True does not."
+        )
+    request = _request(seen, options, folder, asked)
     try:
         return Advice(plan=_ask("plan_answer", "answer_plan", request), said=said)
     except ActSwapError as error:
@@ -172,7 +177,7 @@ def _request(
     lora = None
     if adapters is not None and adapters["r"]:
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
-    budget = round((1 - _SPARE) * (options.memory_bytes() - _CONTEXT_BYTES))
+    budget = options.memory_bytes() - _CONTEXT_BYTES
     step = AskedStep(
         seen.get("batch"), seen.get("tokens"), device_facts(options.device).kind, autocast, optimizer
     )

@@ -82,7 +82,7 @@ class ChunkedStep:
         with traced(root, self._tokens, plan.streamed.grad_accum_dtype) as by:
             profile = profile_of(self._tokens)
             self._layers = dict(by)
-        self._structure, self._token_bytes = structure, rows * TOKEN_BYTES
+        self._structure, self._token_bytes, self._profile_of = structure, rows * TOKEN_BYTES, profile_of
         self.profile = self._second_pass(profile, root)
         self._set(plan)
 
@@ -93,6 +93,7 @@ class ChunkedStep:
         return other
 
     def _set(self, plan: MemoryPlan) -> None:
+        self._plan = plan
         self._chunk, again = predict(self.profile, plan), recomputed_attention(plan, self._structure)
         self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
 
@@ -127,6 +128,11 @@ class ChunkedStep:
             outside_base_bytes=max(profile.outside_base_bytes, at_end + max(w.nbytes for w in trained)),
         )
 
+    @property
+    def shortest_streamed(self) -> int:
+        """Tokens of the shortest sequence that is divided into chunks."""
+        return self._tokens + 1
+
     def longest(self, device_bytes: int, host_bytes: int) -> int:
         """Return the longest streamed sequence, in tokens, that fits in device and host memory; 0: none."""
         on_device = max(device_bytes - self._chunk.peak_bytes, 0) // self._token_bytes
@@ -138,9 +144,11 @@ class ChunkedStep:
 
         Args:
             plan: a plan with the same chunks, in which every layer is recomputed.
-            tokens: length of the sequence.
+            tokens: length of the sequence; of one that is not streamed: the shortest streamed one is meant,
+                because longer ones may follow it.
             device_bytes: the most device memory that a step may use.
         """
+        tokens = max(tokens, self.shortest_streamed)
 
         def too_large(kept: int) -> bool:
             return self.under(with_last_layers_kept(plan, kept)).predicted(tokens).peak_bytes > device_bytes
@@ -148,7 +156,9 @@ class ChunkedStep:
         return bisect_left(range(plan.num_layers + 1), True, key=too_large) - 1
 
     def predicted(self, tokens: int) -> Prediction:
-        """Return the prediction for a step of so many tokens."""
+        """Return the prediction for a step of so many tokens; it is a whole step if they are one chunk."""
+        if tokens < self.shortest_streamed:
+            return predict(self._profile_of(tokens), self._plan)
         bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
         first, second = passes(layers, bounds)
         ahead, again, back = (
@@ -284,8 +294,10 @@ class KeptLayers:
         own_fits = step.longest(most_bytes - baseline_bytes, sys.maxsize) if own_kept < 0 else longest
         of_ranks = from_all_ranks((own_kept, own_least_bytes, own_fits))
         kept, fits = min(item[0] for item in of_ranks), min(item[2] for item in of_ranks)
-        if kept < 0:
-            raise self._impossible(most_bytes, max(item[1] for item in of_ranks), fits)
+        least_bytes = max(item[1] for item in of_ranks)
+        if kept < 0 and (longest >= step.shortest_streamed or least_bytes > most_bytes):
+            raise self._impossible(most_bytes, least_bytes, fits)
+        kept = max(kept, 0)  # of a step that is not streamed, and fits
         chosen = with_last_layers_kept(plan, kept)
         peak_bytes = step.under(chosen).predicted(longest).peak_bytes + baseline_bytes
         reason = (

@@ -175,6 +175,23 @@ def test_the_peak_of_a_streamed_step_is_the_counted_one(
         assert step.longest(predicted.peak_bytes, on_host // 8) == 0, "a chunk, and no more, is not streamed"
 
 
+def test_a_sequence_of_one_chunk_is_predicted_as_the_whole_step_that_it_is(tmp_path: Path) -> None:
+    """No gradient sums in fp32, and no chunk longer than it."""
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 224}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).train()
+    ids = torch.randint(3, 100, (1, 128))
+    config = {"stream_config": {"tokens": 256}, "tile_config": {"loss": "auto"}}
+    with apply(model, config), DeviceMeter(model) as meter:
+        for _ in range(2):
+            model.zero_grad()
+            meter.peak_bytes = 0
+            model(input_ids=ids, labels=ids.clone()).loss.backward()
+    counted = meter.peak_bytes + sum(item.nbytes for item in model.parameters())
+    with streamed_step(tmp_path, sizes, 256) as step:
+        assert 0.98 * counted < step.predicted(128).peak_bytes < 1.1 * counted
+        assert step.predicted(257).peak_bytes > 1.5 * counted
+
+
 @pytest.mark.parametrize("key_heads", [32, 8])
 def test_from_the_chunk_length_of_auto_on_no_copy_is_late_on_paper(key_heads: int, tmp_path: Path) -> None:
     """The attention of Llama-3-8B and of Llama-2-7B."""

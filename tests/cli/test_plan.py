@@ -63,6 +63,12 @@ def test_within_the_budget(halfway: Any, peaks: tuple[float, float]) -> None:
     assert found["mode"] == "adaptive"  # as in `actswap="auto"`
 
 
+def test_a_budget_is_what_the_device_runs_out_of(halfway: Any) -> None:
+    """A named budget leaves 3 % to the allocator's fragments; a device's has left its margin already."""
+    assert halfway["allocatable_bytes"] == halfway["budget_bytes"] - round(0.03 * halfway["budget_bytes"])
+    assert halfway["predicted"]["planned"]["peak_bytes"] <= halfway["allocatable_bytes"]
+
+
 def test_what_nothing_fits_into(run: Run, tiny: Path) -> None:
     ended = run("plan", tiny, *STEP, "--budget-gib", "0.001", "--json")
     assert ended.code == 1

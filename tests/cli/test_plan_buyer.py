@@ -91,11 +91,11 @@ def test_what_fits_needs_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_says_so_first(run: Run, tiny: Path) -> None:
-    ended = run("plan", tiny, *STEP, "--budget", "65MiB")
+    ended = run("plan", tiny, *STEP, "--budget", "67MiB")
     assert ended.code == 1
     first, *rest = ended.out.splitlines()
     needed = re.fullmatch(
-        r"Does not fit: at least ([\d.]+) GiB are needed, and the budget is 65.00 MiB.", first
+        r"Does not fit: at least ([\d.]+) GiB are needed, and the budget is 67.00 MiB.", first
     )
     assert needed is not None, first
     assert f"expected at least {needed[1]} GiB" in words(" ".join(rest))

@@ -204,6 +204,15 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert "What to change" not in text_of(Rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
 
 
+def test_the_planner_is_told_of_an_optimizer_that_takes_all_roots_at_once() -> None:
+    """``torch.optim.AdamW(weights)`` on CUDA, which is ``foreach``."""
+    process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
+    process.seen["subject"]["foreach"] = True
+    rehearsed = Rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
+    assert rehearsed.document()["advice"]["plan"]["step"]["optimizer"] == "adamw_torch"
+    assert "fused=True does not." in text_of(rehearsed)
+
+
 def test_without_a_model_the_planner_is_not_asked() -> None:
     process = seen(group(MIB, "", "forward", "aten::silu"), failed=True, subject={})
     assert "No transformers model was seen" in text_of(Rehearsed(Options("A100-40"), [process], 1))

@@ -96,6 +96,9 @@ class Subject:
         group = optimizer.param_groups[0] if optimizer.param_groups else {}
         self._found["optimizer"] = type(optimizer).__name__
         self._found["momentum"] = bool(group.get("momentum"))
+        # PyTorch's default on CUDA: `foreach` is None there, and an optimizer of others has no such key.
+        whole = not group.get("fused") and group.get("foreach", False) is not False
+        self._found["foreach"] = whole
 
 
 def _adapters(configs: Any) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --workload chain --rounds 20 --out mine.json
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --rehearse            # PyTorch's CUDA build, no GPU
 
 The workloads are so small that nearly all of the time is the host's: a *chain* of cheap ops in decoder
 layers, where each op saves one tensor with a storage of its own, the same with three times as many ops, and a
@@ -15,7 +16,11 @@ round. The garbage collector is off within a step, as in `timeit`.
 
 On the CPU copies are those of the tests' recording transfer, which are complete when compute waits for
 them; in the case ``swap, bare copies`` they do nothing at all, so that only the engine's time is left.
-Compare numbers of one run only, and ratios rather than microseconds: a busy machine makes all of them longer.
+With ``--rehearse`` they are real calls of CUDA, on a rehearsed device whose kernels do nothing. The workload
+*7b* is then four layers of Llama-2-7B on 8,192 tokens, whose tensors are copied in several pieces.
+
+Times are the processor's, of all threads, so that other programs lengthen them less. Compare numbers of one
+run only, and ratios rather than microseconds: a busy machine makes all of them longer.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import argparse
 import gc
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -162,10 +168,29 @@ class TinyLlama(nn.Module):
         return loss
 
 
+class SevenBillion(nn.Module):
+    """Four layers of Llama-2-7B with embedding, head and loss, on 8,192 tokens; weights have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=4096, intermediate_size=11008, num_hidden_layers=LAYERS, use_cache=False
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+        self.model = model.to_empty(device="cuda")
+        self.register_buffer("ids", torch.zeros(1, 8192, dtype=torch.long))
+
+    def forward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
+        return loss
+
+
 WORKLOADS: dict[str, Callable[[], nn.Module]] = {
     "chain": Chain,
     "long chain": partial(Chain, 3 * OPS_PER_MODULE),
     "llama": TinyLlama,
+    "7b": SevenBillion,
 }
 
 
@@ -219,6 +244,7 @@ _COLUMNS = (
     ("further", 9),
     ("bound", 7),
     ("no_grad", 9),
+    ("step", 8),
 )
 
 
@@ -231,6 +257,7 @@ class Row:
         saved_tensors: calls of pack in one step.
         offloads: storages copied out in one step.
         step_ms: median time of forward and backward, hooks included.
+        step_ratio: time of the fastest step, divided by that without hooks.
         us: median of forward and backward; ``pack_us``: of forward, ``unpack_us``: of backward.
         us_lowest: the fastest step, less the fastest without hooks.
         ratio_to_identity: ``us_lowest`` divided by that of identity hooks.
@@ -246,6 +273,7 @@ class Row:
     saved_tensors: int
     offloads: int = 0
     step_ms: float = 0.0
+    step_ratio: float = 0.0
     us: float = 0.0
     pack_us: float = 0.0
     unpack_us: float = 0.0
@@ -293,22 +321,22 @@ class Subject:
         for parameter in self.model.parameters():
             parameter.grad = None
         self._settle()
-        start = time.perf_counter()
+        start = time.process_time()
         with self._hooks():
             loss = self.model()
-        between = time.perf_counter()
+        between = time.process_time()
         loss.backward()
         self._synchronize()
-        end = time.perf_counter()
+        end = time.process_time()
         del loss
         self.forward_s.append(between - start)
         self.backward_s.append(end - between)
         self.model.eval()
-        start = time.perf_counter()
+        start = time.process_time()
         with torch.no_grad(), self._hooks():
             self.model()
             self._synchronize()
-        self.no_grad_s.append(time.perf_counter() - start)
+        self.no_grad_s.append(time.process_time() - start)
         self.model.train()
 
     def offloads_of_a_step(self) -> int:
@@ -379,6 +407,7 @@ def _row(workload: str, subject: Subject, bare: Subject, saved: int) -> Row:
     whole, bare_whole = _steps_s(subject), _steps_s(bare)
     row = Row(workload, subject.case.name, saved, bound_us=subject.case.bound_us)
     row.step_ms = statistics.median(whole) * 1e3
+    row.step_ratio = min(whole) / min(bare_whole)
     row.us = per_tensor(whole, bare_whole)
     row.pack_us = per_tensor(_measured(subject.forward_s), _measured(bare.forward_s))
     row.unpack_us = per_tensor(_measured(subject.backward_s), _measured(bare.backward_s))
@@ -438,6 +467,7 @@ def _line(row: Row) -> str:
         row.further_us,
         row.bound_us,
         row.no_grad_us,
+        row.step_ratio,
     )
     cells = zip(values, _COLUMNS, strict=True)
     return f"{row.case:38}" + "".join(
@@ -445,17 +475,39 @@ def _line(row: Row) -> str:
     )
 
 
+def _asked(name: str, parts: Sequence[str] | None) -> bool:
+    return parts is None or any(part in name for part in parts)
+
+
+def rehearse(arguments: Sequence[str]) -> int:
+    """Run this script with these arguments on a rehearsal's device; return its exit status."""
+    from hf_actswap.rehearsal import Options, build, environment
+
+    # Nothing but PyTorch's own work is done on the host then: no values, no order of copies, no races.
+    options = Options("H200", arithmetic="none", order="eager", races=False)
+    rest = [word for word in arguments if word != "--rehearse"]
+    command = [sys.executable, __file__, *rest, "--device", "cuda"]
+    return subprocess.run(command, env=environment(options, build()), check=False).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the results; return the exit status."""
     parser = argparse.ArgumentParser(description="What pack and unpack cost the host per saved tensor.")
-    parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS))
+    parser.add_argument("--case", nargs="+", help="parts of cases' names; the two without a plan always run")
     parser.add_argument("--rounds", type=int, default=60, help="steps of each case")
     parser.add_argument("--device", default="cpu", help="on an accelerator copies are real")
     parser.add_argument("--out", type=Path, help="where to write; by default into results/")
-    options = parser.parse_args(argv)
+    parser.add_argument("--rehearse", action="store_true", help="on a CUDA device that is not there")
+    given = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(given)
+    if options.rehearse:
+        return rehearse(given)
     device = torch.device(options.device)
     torch.set_num_threads(1)
-    rows = [row for name in options.workload for row in measure(name, options.rounds, device)]
+    workloads = options.workload or [name for name in WORKLOADS if name != "7b" or device.type == "cuda"]
+    cases = [case for case in CASES if case.rows is None or _asked(case.name, options.case)]
+    rows = [row for name in workloads for row in measure(name, options.rounds, device, cases)]
     compare_chains(rows)
     origin = {"versions": versions(), "hardware": hardware(device), "load": os.getloadavg()[0]}
     for row in rows:

@@ -32,18 +32,19 @@ class HostBuffer:
     last_use: Any = None
     dtype: torch.dtype = torch.uint8
     shape: torch.Size = _NO_SHAPE
-    _held: torch.Tensor | None = None
+    _held: tuple[torch.Tensor, ...] = ()
+    _lengths: tuple[int, ...] = ()
 
     def hold(self, dtype: torch.dtype, shape: torch.Size) -> None:
         """Set the dtype and shape of the contiguous tensor, of ``size_bytes`` bytes, that the block holds."""
         if shape != self.shape or dtype is not self.dtype:
-            self.dtype, self.shape, self._held = dtype, shape, None
+            self.dtype, self.shape, self._held = dtype, shape, ()
 
     def new_block(self, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor on ``device``, of the dtype and shape that the block holds."""
         if len(self.pieces) > 1:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
-        held = self._as_held()  # `torch.empty` itself takes the host twice as long
+        (held,) = self._as_held()  # `torch.empty` itself takes the host twice as long
         return torch.empty_like(held) if held.device == device else torch.empty_like(held, device=device)
 
     def pairs(self, block: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -59,14 +60,17 @@ class HostBuffer:
         if not block.is_contiguous():
             layout = f"shape {list(block.shape)} with strides {list(block.stride())}"
             raise ValueError(f"copies to host memory and back: expected a contiguous tensor, found {layout}.")
-        if len(self.pieces) > 1:
-            flat = block.view(-1).view(torch.uint8)
-            return list(zip(self.pieces, flat.split([piece.numel() for piece in self.pieces]), strict=True))
-        return ((self._as_held(), block),)
+        held = self._as_held()
+        if len(held) == 1:
+            return ((held[0], block),)
+        return list(zip(held, torch.split_with_sizes(block.view(-1), self._lengths), strict=True))
 
-    def _as_held(self) -> torch.Tensor:
-        if self._held is None:  # made once: a block mostly holds the same shape in every step
-            self._held = self.pieces[0].view(self.dtype).view(self.shape)
+    def _as_held(self) -> tuple[torch.Tensor, ...]:
+        if not self._held:  # made once: a block mostly holds the same shape in every step
+            whole = len(self.pieces) == 1
+            parts = (piece.view(self.dtype) for piece in self.pieces)
+            self._held = tuple(part.view(self.shape) if whole else part for part in parts)
+            self._lengths = tuple(part.numel() for part in self._held)
         return self._held
 
 

@@ -152,23 +152,28 @@ def measure_link(
 
     Args:
         device: an accelerator with streams.
-        piece_bytes: size of one copy. The device holds two pieces meanwhile, and so does the host.
+        piece_bytes: size of one copy. The device holds two pieces meanwhile, and so does the host. Where the
+            device has no room for them, copies are smaller, if no ``host`` is given.
         repeats: copies per measurement.
         host: two blocks of ``piece_bytes`` bytes (uint8) to copy to and from; ``None``: page-locked ones are
             made. Pass pageable ones to measure what their use would cost.
 
     Raises:
         ValueError: the device is a CPU, the numbers are not positive, or the blocks do not fit them.
+        torch.OutOfMemoryError: the device has no room for two pieces, or for two of 1 MiB if no ``host`` is
+            given.
     """
     if device.type == "cpu":
         raise ValueError("a CPU has no link to measure: its copies block")
     if piece_bytes < 1 or repeats < 1:
         raise ValueError(f"cannot measure {repeats} copies of {piece_bytes} bytes")
+    least_bytes = piece_bytes if host else min(piece_bytes, _MIB)
+    blocks = _two_blocks(device, piece_bytes, least_bytes)
+    piece_bytes = blocks[0].numel()
     if host is None:
         host = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     if len(host) != 2 or any(block.numel() * block.element_size() != piece_bytes for block in host):
         raise ValueError(f"two host blocks of {piece_bytes} bytes are needed")
-    blocks = [torch.empty_like(block, device=device) for block in host]
     out, back = (host[0], blocks[0]), (blocks[1], host[1])  # (target, source)
     _copies_ms(device, [out, back], 1)
     moved_bytes = repeats * piece_bytes
@@ -176,6 +181,17 @@ def measure_link(
     (in_ms,) = _copies_ms(device, [back], repeats)
     both_ms = _copies_ms(device, [out, back], repeats)
     return link_of_times(moved_bytes, out_ms, in_ms, both_ms[0], both_ms[1])
+
+
+def _two_blocks(device: torch.device, size_bytes: int, least_bytes: int) -> list[torch.Tensor]:
+    """Return blocks of ``size_bytes``, or of a half, a quarter, ... of it where the device has no room."""
+    while True:
+        try:
+            return [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        except torch.OutOfMemoryError:
+            if size_bytes // 2 < least_bytes:
+                raise
+        size_bytes //= 2
 
 
 def link_of_times(

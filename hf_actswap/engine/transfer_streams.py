@@ -26,7 +26,7 @@ Streams and lifetimes, for one device:
   model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
   one), and the current one too. A block that is read on another stream than it was prefetched on is recorded
   on its reader (``record_stream``): nothing else orders its reuse behind the read.
-* **Pieces.** A block is copied piece by piece (32 MiB): the copy engine serves other streams in between, so
+* **Pieces.** A block is copied piece by piece (64 MiB): the copy engine serves other streams in between, so
   a batch on its way to the device does not wait behind a gigabyte.
 
 The compute stream is read at each call: FSDP2 and custom functions run on others, and backward runs on a
@@ -139,7 +139,7 @@ class _StreamCopy:
 
     def wait(self) -> PendingTime | None:
         """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
-        compute = torch.accelerator.current_stream(self._owner.device)
+        compute = torch.accelerator.current_stream(self._owner.index)
         done, timing = self.done.event, self._owner.timing
         for stream in self._owner.compute_streams:
             if stream != compute:
@@ -170,6 +170,7 @@ class StreamTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.index = device.index
         self.compute_streams: list[torch.Stream] = []
         self.timing = _Events(device, timing=True)
         self._events = _Events(device, timing=False)
@@ -208,7 +209,7 @@ class StreamTransfer:
     def stamp(self) -> Stamp:
         """Mark the present place in compute's order of work."""
         event = torch.Event(self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))
+        event.record(torch.accelerator.current_stream(self.index))
         return _StreamStamp(event)
 
     def copy_stamp(self, direction: Literal["out", "in"]) -> Stamp:
@@ -237,7 +238,7 @@ class StreamTransfer:
 
     def _compute_stream(self) -> torch.Stream:
         """Return the current stream, and add it to those that have requested copies."""
-        compute = torch.accelerator.current_stream(self.device)
+        compute = torch.accelerator.current_stream(self.index)
         if compute not in self.compute_streams:
             self.compute_streams.append(compute)
         return compute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,25 @@ def test_the_measurement_times_each_way_and_both(monkeypatch: pytest.MonkeyPatch
     measured = measure_link(torch.device("meta"), piece_bytes=50, repeats=2, host=host)
     assert calls == [(["out", "in"], 1), (["out"], 2), (["in"], 2), (["out", "in"], 2)]
     assert measured == link_of_times(100, 2.0, 4.0, 4.0, 8.0)
+
+
+def test_a_device_with_little_room_is_measured_with_smaller_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, moved = torch.empty, []
+
+    def with_little_room(size: int, *, device: Any = None, pin_memory: bool = False, **kind: Any) -> Any:
+        if device is not None and size > 5 * 2**20:
+            raise torch.OutOfMemoryError("no room")
+        return empty(size, device=device, **kind)
+
+    def copies_ms(_device: torch.device, pairs: Any, repeats: int) -> list[float]:
+        moved.append(pairs[0][0].nbytes)
+        return [1.0] * len(pairs)
+
+    monkeypatch.setattr(torch, "empty", with_little_room)
+    monkeypatch.setattr("hf_actswap.engine.link._copies_ms", copies_ms)
+    link = measure_link(torch.device("meta"), repeats=2)
+    assert set(moved) == {4 * 2**20}
+    assert link.out_bytes_per_ms == 2 * 4 * 2**20
 
 
 def test_what_cannot_be_measured_is_rejected() -> None:

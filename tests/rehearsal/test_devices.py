@@ -44,6 +44,25 @@ def test_memory_has_a_limit(allocator: str) -> None:
     assert done.stdout.split()[:3] == ["True", "True", "True"], done.stdout
 
 
+def test_host_memory_of_a_swap_takes_none_of_the_machine() -> None:
+    """Locked pages that carry no values have nothing behind them: less than a hundredth is resident."""
+    code = """
+import resource
+from hf_actswap.engine.slabs import PinnedSlabs
+slabs = PinnedSlabs(torch.device("cuda", 0))
+slabs.allocate(2**20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+slab = slabs.allocate(2**29)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.empty(2**29, dtype=torch.uint8, device="cuda").copy_(slab, non_blocking=True)
+torch.cuda.synchronize()
+print(slab.is_pinned(), (after - before) * 1024 < 2**29 / 100)
+"""
+    done = run(code, Options("A100-40", arithmetic="none"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"], done.stdout
+
+
 def test_several_devices() -> None:
     code = """
 values = torch.arange(6.0, device="cuda:0")

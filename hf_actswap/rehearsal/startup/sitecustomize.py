@@ -71,7 +71,10 @@ def _install(torch: ModuleType) -> None:
     if torch.version.cuda is None:
         return
     arithmetic = ctypes.CDLL(settings["arithmetic"], mode=ctypes.RTLD_GLOBAL)
-    arithmetic.rehearsal_install(int(settings["level"]), ctypes.c_uint64(int(settings["small_bytes"])))
+    if settings["level"] != "0" or settings["races"] != "0" or "clock" in settings:
+        arithmetic.rehearsal_install(int(settings["level"]), ctypes.c_uint64(int(settings["small_bytes"])))
+    else:  # nobody asks what ops do: they are PyTorch's own, and take the host as long as on a device
+        torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda._lazy_call(arithmetic.rehearsal_watch_allocations)
     refused = importlib.import_module("rehearsed_program.refused")
     refused.refuse_compilation(torch)
@@ -106,6 +109,7 @@ def _of_program(module: str, function: str) -> Callable[[ModuleType], None]:
 def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
     found = {
         "torch": _install,
+        "hf_actswap.engine.slabs": _of_program("host_pages", "touch_nothing"),
         "bitsandbytes": _of_program("refused", "refuse_bitsandbytes"),
         "transformers.utils.quantization_config": _of_program("refused", "refuse_its_config"),
         "triton.runtime.jit": _of_program("triton_kernels", "launch_nothing"),

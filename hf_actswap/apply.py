@@ -31,7 +31,7 @@ from .plan import (
     resolve_plan,
     with_problems_of_model,
 )
-from .plan.actions import Tile
+from .plan.actions import Tile, format_scopes
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.dry_run import is_dry
 from .plan.fingerprint import NOT_COMPARED
@@ -95,8 +95,9 @@ def apply(
     resources = Resources(transfer, progress)
     with _console_on_rank_0(), ExitStack() as undo:
         if isinstance(requested, MemoryPlan):
-            say_what_is_not_compared(config_or_plan, requested)
-            applied: AppliedPlan | Planner = apply_plan(model, requested, model_structure(model), resources)
+            structure = model_structure(model)
+            say_what_to_know_of(config_or_plan, requested, structure)
+            applied: AppliedPlan | Planner = apply_plan(model, requested, structure, resources)
         else:
             if requested.memory.mode == "adaptive":
                 undo.callback(without_checkpointing(model))
@@ -154,10 +155,19 @@ def _apply_config(
     return plan_while_training(training, resources, meter=meter, written=requested)
 
 
-def say_what_is_not_compared(source: ConfigOrPlan, plan: MemoryPlan) -> None:
-    """Log that the plan of a file or document ``source`` has no fingerprint, if that is so."""
+def say_what_to_know_of(source: ConfigOrPlan, plan: MemoryPlan, structure: ModelStructure) -> None:
+    """Log what the user should know of a plan that was not resolved for this model.
+
+    Args:
+        source: what the user named: the plan itself, its file or its document.
+        plan: the plan.
+        structure: structure of the model. Ops that the plan names and no layer has are a warning.
+    """
     if plan.fingerprint is None and not isinstance(source, MemoryPlan):
         logger.info("%s.", NOT_COMPARED[0].upper() + NOT_COMPARED[1:])
+    if absent := structure.without_op(plan):
+        named = ", ".join(f"{path} (layers {format_scopes(scopes)})" for path, scopes in absent.items())
+        logger.warning("The plan names what the model does not have: %s. These rows do nothing.", named)
 
 
 _NO_OPTIMIZER = Problem(

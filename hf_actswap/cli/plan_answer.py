@@ -28,18 +28,16 @@ from ..planner.budget import BudgetError
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
-from .optimizers import state_bytes
 from .options import AskedAutocastName, AutocastName
 from .output import Rejected, folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
 from .plan_request import PREDICTED, AskedStep, PlanRequest
 from .plan_summary import (
+    assumptions,
     budget_text,
-    fits_line,
-    host_document,
-    host_lines,
+    host_need,
     output_note,
-    tokens_per_s,
     use_line,
+    verdict_of,
 )
 from .planned import (
     NOTHING,
@@ -49,12 +47,11 @@ from .planned import (
     costly_fates_note,
     memory_in_force,
     planned,
-    rates_or_none,
 )
 from .profile_file import ProfileFile, read_profile
 from .stages import StagesAnswer, answer_stages
 from .step import StepShape, bytes_by_fate, device_name, prediction_document, ranks_of_a_machine, saved_by_row
-from .subject import AnalysedModel, subject, with_tp
+from .subject import subject, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
@@ -82,8 +79,8 @@ class PlanAnswer:
             "mode": found.memory.mode,
             "budget_bytes": found.budget_bytes,
             "allocatable_bytes": found.allocatable_bytes,
-            "tokens_per_s": tokens_per_s(found, found.prediction),
-            "host_memory": host_document(found),
+            "tokens_per_s": verdict_of(found).tokens_per_s,
+            "host_memory": host_need(found).document(),
             "profile": None if self.recorded is None else self.recorded.path,
             "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
             "memory": {name: parts.document() for name, parts in found.parts.items()},
@@ -96,11 +93,16 @@ class PlanAnswer:
     def shown(self) -> Iterable[RenderableType]:
         """Yield the text and tables to print."""
         found = self.found
-        yield fits_line(found)
-        yield from host_lines(found)
+        ranks = ranks_of_a_machine(found.subject, found.step)
+        fragment_bytes = found.budget_bytes - found.allocatable_bytes
+        budget = budget_text(
+            found.memory, found.budget_bytes, found.profile.device_bytes, ranks, fragment_bytes
+        )
+        yield verdict_of(found).line()
+        yield host_need(found).line()
         yield f"Model:  {found.subject.described()}"
         yield f"Step:   {found.step.described()}"
-        yield f"Budget: {budget_text(found)}; mode {found.memory.mode}"
+        yield f"Budget: {budget}; mode {found.memory.mode}"
         yield heading("Plan")
         if self.windows:
             yield fate_table(found.plan, found.profile)
@@ -203,46 +205,6 @@ class ComparedSizes:
         return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
 
 
-def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
-    """Yield the assumptions about how the model is trained."""
-    if subject.trained < subject.parameters:
-        yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
-    if subject.quantize is not None:
-        bits = {
-            "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
-            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
-        }[subject.quantize]
-        yield (
-            f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory "
-            "and time are counted. All other weights have the model's own type: "
-            "prepare_model_for_kbit_training was not applied."
-        )
-    if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
-        ranks = step.sharding.ranks if step.sharding else 1
-        yield (
-            f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
-            "the host when memory is short: they are counted as host memory, and their time is not counted."
-        )
-    if step.sharding is not None:
-        yield (
-            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
-            + ("Parts outside the layers and two layers are whole. " if step.sharding.stage == 3 else "")
-            + (
-                "Gradients of two layers are whole until they are scattered. "
-                if step.sharding.stage > 1
-                else ""
-            )
-            + "Communication between data-parallel ranks is not in the times."
-        )
-    rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)
-    shared = None if rates is None else rates.link_of(ranks)
-    if rates is not None and shared is not None and shared != rates.link:
-        yield (
-            f"The {ranks} ranks of a machine share the rate of its memory. If all copy at once, each has "
-            f"{shared.out_beside_in_bytes_per_ms / 1e6:.0f} GB/s each way."
-        )
-
-
 def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes | StagesAnswer:
     """Return the answer of ``hf-actswap plan``.
 
@@ -252,6 +214,21 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes |
     written = with_tp(load_config(asked.config), asked.tp)
     if written.stream_config.tokens != "off":
         raise PlanError([_STREAMED], written.source)
+    try:
+        return _answer_of(asked, written)
+    except BudgetError as error:
+        if not error.least_bytes:
+            raise
+        return DoesNotFit(
+            error.problems,
+            error.subject,
+            least_bytes=error.least_bytes,
+            budget_bytes=error.budget_bytes or None,
+        )
+
+
+def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> PlanAnswer | ComparedSizes | StagesAnswer:
+    """Return the answer for a configuration in which ``--tp`` stands; raises `BudgetError` if none fits."""
     if written.parallel_config.runs_pipeline:
         table = fate_table if asked.windows else summary_table if asked.full else short_table
         with subject(asked.model, written) as seen:
@@ -276,17 +253,7 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes |
     if asked.compared:
         return ComparedSizes({size: _or_why_not(of, size) for size in asked.compared})
     recorded = None if asked.profile is None else read_profile(asked.profile)
-    try:
-        found = of(asked.tp, recorded)
-    except BudgetError as error:
-        if not error.least_bytes:
-            raise
-        return DoesNotFit(
-            error.problems,
-            error.subject,
-            least_bytes=error.least_bytes,
-            budget_bytes=error.budget_bytes or None,
-        )
+    found = of(asked.tp, recorded)
     if asked.save is not None:
         _write(asked.save, found)
     return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)

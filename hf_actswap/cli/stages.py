@@ -9,6 +9,7 @@ predicted as a step of any model is. Then the passes of all stages are simulated
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,8 +40,24 @@ from ..planner.profile import Prediction, Profile
 from ..planner.search.stage_plans import plan_stages
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_request import PlanRequest
-from .planned import memory_in_force
-from .step import StepShape, not_run, prediction_document, profile_of
+from .plan_summary import (
+    HostNeed,
+    PredictedStep,
+    Verdict,
+    assumptions,
+    budget_text,
+    limit_bytes,
+)
+from .planned import memory_in_force, paged_bytes
+from .step import (
+    StepShape,
+    not_run,
+    prediction_document,
+    profile_of,
+    ranks_of_a_machine,
+    ranks_of_a_stage,
+    recompute_everything,
+)
 from .subject import DTYPES, AnalysedModel
 
 _USUAL = 4
@@ -66,6 +83,7 @@ class Stage:
         peak_bytes: the most device memory in use.
         count: number of micro-batches of a step.
         states_bytes: the optimizer's states on the device.
+        states_on_host_bytes: those on the host, kept or paged there.
     """
 
     layers: tuple[int, ...]
@@ -76,6 +94,12 @@ class Stage:
     peak_bytes: int
     count: int
     states_bytes: int
+    states_on_host_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that a rank of the stage needs: what all micro-batches in flight have swapped."""
+        return math.ceil(self.paper.in_flight * self.alone.host_bytes) + self.states_on_host_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -101,6 +125,7 @@ class Stage:
             "held_bytes": self.held_bytes,
             "loss_bytes": self.paper.loss_bytes,
             "buffer_bytes": self.paper.buffer_bytes,
+            "host_bytes": self.host_bytes,
             "swapped_on_device_bytes": self.run.swapped_bytes,
             "peak_bytes": self.peak_bytes,
             "micro_batch_ms": self.each_ms,
@@ -130,6 +155,7 @@ class StagesAnswer:
         budget_bytes: memory budget of each device; peaks above it are marked.
         table: function that makes the table of a stage's fates.
         asker: predicts other layouts.
+        paged_bytes: by stage, the optimizer's states that are in pages, which count as host memory.
     """
 
     subject: AnalysedModel
@@ -143,7 +169,54 @@ class StagesAnswer:
     budget_bytes: int
     table: Any
     asker: LayoutPredictor
-    ok: bool = True
+    paged_bytes: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each stage is within the budget."""
+        return max(self.step.peaks_bytes) <= self.budget_bytes
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What the first line says: of the stage that needs most memory, and of all stages' time."""
+        layers, family = self.layout.num_layers, self.step.plans[0].family
+        keep, everything = MemoryPlan((), layers, family), recompute_everything(layers, family)
+        plans, shape = self.step.plans, self.shape
+        profile = self.pipeline.stages[0].profile
+        free, checkpointed = (_seen(self.pipeline.step(self._by_stage(one))) for one in (keep, everything))
+        return Verdict(
+            _seen(self.step),
+            free,
+            checkpointed,
+            self.pipeline.count * shape.sequences * shape.tokens,
+            " a pipeline" if shape.sharding is not None else "",
+            f" on stage {self.step.peaks_bytes.index(max(self.step.peaks_bytes))}",
+            self.budget_bytes,
+            limit_bytes(self.asker.memory, profile.device_bytes, self.budget_bytes),
+            has_plan=any(plan.rows or plan.tiles for plan in plans),
+            compared=any(plan.rows for plan in plans),
+        )
+
+    def _by_stage(self, plan: MemoryPlan) -> list[MemoryPlan]:
+        """Return a plan of the whole model by stage."""
+        owned = (self.layout.layers_of(stage) for stage in range(self.layout.pp))
+        return [
+            replace(plan, rows=tuple(row for row in plan.rows if row.scope in layers)) for layers in owned
+        ]
+
+    @cached_property
+    def host_need(self) -> HostNeed:
+        """The host memory of a rank and of a machine; a machine has ranks of successive stages."""
+        by_rank = [stage.host_bytes for stage in self.stages for _ in range(self._ranks_of_a_stage)]
+        ranks = ranks_of_a_machine(self.subject, self.shape)
+        machines = [sum(by_rank[first : first + ranks]) for first in range(0, len(by_rank), ranks)]
+        asker = self.asker
+        limit, is_written = asker.memory.host_memory_gib, asker.host_is_written
+        return HostNeed(max(by_rank), ranks, max(machines), limit, is_written, self.shape.device)
+
+    @property
+    def _ranks_of_a_stage(self) -> int:
+        return ranks_of_a_stage(self.subject, self.shape)
 
     @cached_property
     def better(self) -> StagesAnswer | None:
@@ -158,10 +231,12 @@ class StagesAnswer:
             alone = Simulator(paper.profile).predict(
                 plan, optimizer_states_moved=self.states_moved, curve=False
             )
-            states = 0 if self.states_moved else paper.profile.optimizer_state_bytes
             run, peak = self.step.runs[number], self.step.peaks_bytes[number]
+            states = paper.profile.optimizer_state_bytes
+            here, away = (0, states) if self.states_moved else (states, 0)
+            away += self.paged_bytes[number]
             layers = self.layout.layers_of(number)
-            found.append(Stage(layers, plan, paper, alone, run, peak, self.pipeline.count, states))
+            found.append(Stage(layers, plan, paper, alone, run, peak, self.pipeline.count, here, away))
         return tuple(found)
 
     @property
@@ -188,6 +263,10 @@ class StagesAnswer:
             "schedule": self.parallel.schedule,
             "micro_batches": self.pipeline.count,
             "bubble_share": self.bubble,
+            "fits": self.ok,
+            "tokens_per_s": self.verdict.tokens_per_s,
+            "host_memory": self.host_need.document(),
+            "assumed": list(assumptions(self.subject, self.shape)),
             "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
             "stages": [
@@ -205,11 +284,46 @@ class StagesAnswer:
 
     def shown(self) -> Iterable[RenderableType]:
         """Yield the text and tables to print."""
+        memory, device_bytes = self.asker.memory, self.pipeline.stages[0].profile.device_bytes
+        ranks = ranks_of_a_machine(self.subject, self.shape)
+        mode = f"; mode {memory.mode}" if self.searched else ""
+        yield self.verdict.line()
+        yield self.host_need.line()
         yield f"Model:    {self.subject.described()}"
         yield f"Step:     {self.pipeline.count} micro-batches of {self.shape.described()}"
         yield f"Pipeline: {len(self.stages)} stages, {self.parallel.schedule}"
-        yield f"Budget:   {size_text(self.budget_bytes)} a rank"
+        yield f"Budget:   {budget_text(memory, self.budget_bytes, device_bytes, ranks)}{mode}"
         yield heading("Stages")
+        yield self._stage_table()
+        if not self.ok:
+            yield "! above the budget."
+        waits = f"equal stages would wait {self.bubble:.1%} of it (the bubble)"
+        yield f"A step takes {step_ms_text(self.step.step_ms)}; {waits}."
+        if self.better is not None:
+            most = size_text(max(self.better.step.peaks_bytes))
+            yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
+            yield f"  offset: {self.better.offset}"
+        for number, stage in enumerate(self.stages):
+            if stage.plan.rows:
+                yield heading(f"Stage {number}: a micro-batch")
+                yield self.table(stage.plan, stage.paper.profile)
+        yield ""
+        yield from listed([*_notes(self.parallel), *assumptions(self.subject, self.shape)])
+        yield self._use_line()
+
+    def _use_line(self) -> str:
+        """Return the line that says how to train with these stages."""
+        if not self.ok:
+            return "To make it fit: `memory: {mode: adaptive}` looks for a plan of each stage."
+        ranks = len(self.stages) * self._ranks_of_a_stage
+        found = ", where each stage finds its plan by measurement" if self.searched else ""
+        return (
+            f'To use it: actswap="{self.asker.config.source}" in ActSwapTrainingArguments, with '
+            f"ActSwapTrainer on {ranks} processes{found}."
+        )
+
+    def _stage_table(self) -> Table:
+        """Return a table with a row for each stage."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table.add_column("Stage", justify="right")
         table.add_column("Layers", overflow="fold")
@@ -226,21 +340,11 @@ class StagesAnswer:
                 step_ms_text(stage.each_ms),
                 f"{self.waits[number]:.0%}",
             )
-        yield table
-        if any(stage.peak_bytes > self.budget_bytes for stage in self.stages):
-            yield "! above the budget."
-        waits = f"equal stages would wait {self.bubble:.1%} of it (the bubble)"
-        yield f"A step takes {step_ms_text(self.step.step_ms)}; {waits}."
-        if self.better is not None:
-            most = size_text(max(self.better.step.peaks_bytes))
-            yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
-            yield f"  offset: {self.better.offset}"
-        for number, stage in enumerate(self.stages):
-            if stage.plan.rows:
-                yield heading(f"Stage {number}: a micro-batch")
-                yield self.table(stage.plan, stage.paper.profile)
-        yield ""
-        yield from listed(_notes(self.parallel))
+        return table
+
+
+def _seen(step: PipelineStep) -> PredictedStep:
+    return PredictedStep(max(step.peaks_bytes), step.step_ms)
 
 
 def _notes(parallel: ParallelConfig) -> Iterator[str]:
@@ -289,8 +393,11 @@ def answer_stages(
         shape,
         count,
         form,
-        memory_in_force(config, asked.budget_bytes, shape, parallel.pipeline_stage, asked.host_bytes),
+        memory_in_force(
+            config, asked.budget_bytes, shape, ranks_of_a_machine(found, shape), asked.host_bytes
+        ),
         table,
+        asked.host_bytes is not None or config.memory.host_memory_gib is not None,
     )
     return asker.answer(parallel)
 
@@ -304,6 +411,7 @@ class LayoutPredictor:
         count: number of micro-batches of a step.
         form: the model in stages, after `record_layer_outputs`.
         memory: the ``memory`` section to use.
+        host_is_written: whether it has a limit of host memory by the user.
     """
 
     config: ActSwapConfig
@@ -313,6 +421,7 @@ class LayoutPredictor:
     form: StagedModel
     memory: MemoryConfig
     table: Any
+    host_is_written: bool = False
 
     def answer(self, parallel: ParallelConfig, budget: int | None = None) -> StagesAnswer:
         """Predict the stages of a layout; search their fates if the configuration has a memory mode.
@@ -323,21 +432,22 @@ class LayoutPredictor:
         """
         layout = layout_of(self.found.shape, parallel)
         plan = resolve_plan(replace(self.config, parallel_config=parallel), self.found.shape)
-        stages, plans = [], []
-        for number in range(layout.pp):
-            stage, own = self._stage(parallel, layout, number, plan)
-            stages.append(stage)
-            plans.append(own)
+        stages, plans, paged = zip(
+            *(self._stage(parallel, layout, number, plan) for number in range(layout.pp)), strict=True
+        )
         whole = parallel.schedule != "zero_bubble"
-        pipeline = Pipeline(tuple(stages), layout.vpp, crosses=whole, frees=whole)
+        pipeline = Pipeline(stages, layout.vpp, crosses=whole, frees=whole)
         step = pipeline.step(plans)
         if budget is None:
             budget = budget_bytes(self.memory, stages[0].profile.device_bytes, max(step.peaks_bytes))
         searched = self.config.memory.mode != "off"
         moved = searched and self.memory.preference == "memory_saving"
         if searched:
+            limits = limits_of(self.memory, budget, plan.min_tensor_bytes)
+            if limits.host_bytes is not None:
+                limits = replace(limits, host_bytes=max(limits.host_bytes - max(paged), 0))
             with busy("search"):
-                step = plan_stages(pipeline, plans, limits_of(self.memory, budget, plan.min_tensor_bytes))
+                step = plan_stages(pipeline, plans, limits)
         return StagesAnswer(
             self.found,
             self.shape,
@@ -350,12 +460,13 @@ class LayoutPredictor:
             budget,
             self.table,
             self,
+            paged,
         )
 
     def _stage(
         self, parallel: ParallelConfig, layout: PipelineLayout, number: int, plan: MemoryPlan
-    ) -> tuple[SimulatedStage, MemoryPlan]:
-        """Return one stage without its plan, and its part of a plan of the whole model."""
+    ) -> tuple[SimulatedStage, MemoryPlan, int]:
+        """Return one stage without its plan, its part of a plan of the whole model, and its paged bytes."""
         model, shape, schedule = self.found.model, self.shape, parallel.schedule
         assert schedule is not None
         staged = StagedModel(model, self.found.shape, layout, number, parallel.sequence_ranks)
@@ -365,12 +476,13 @@ class LayoutPredictor:
             profile = profile_of(
                 self.found, shape, own.tiles, staged.is_last, gradients_exist=True, workspaces=False
             )
+            paged = paged_bytes(self.found, shape)
         order = order_of_passes(schedule, self.count, layout.pp, number, layout.vpp)
         passes = passes_in_flight(schedule, self.count, layout.pp, layout.vpp, number)
         fixed = _weights_and_gradients(profile) + profile.optimizer_state_bytes
         loss = max(profile.op_events[-1].forward_base_bytes - fixed, 0) if staged.is_last else 0
         buffers = _buffer_bytes(staged, shape) * self.count
-        return SimulatedStage(profile, order, Fraction(passes, layout.vpp), loss, buffers), own
+        return SimulatedStage(profile, order, Fraction(passes, layout.vpp), loss, buffers), own, paged
 
     def better(self, answer: StagesAnswer) -> StagesAnswer | None:
         """Return an answer whose layers are balanced better, if one is found by moving layers one by one."""

@@ -151,8 +151,12 @@ def profile_of(
 
 def ranks_of_a_machine(found: AnalysedModel, step: StepShape) -> int:
     """Return how many of the ranks that a step has are on one machine."""
-    ranks = found.tensor_parallel_size * (step.sharding.ranks if step.sharding else 1)
-    return min(ranks, RANKS_OF_A_MACHINE)
+    return min(found.pipeline_stages * ranks_of_a_stage(found, step), RANKS_OF_A_MACHINE)
+
+
+def ranks_of_a_stage(found: AnalysedModel, step: StepShape) -> int:
+    """Return how many ranks hold the model together, or one stage of a pipeline."""
+    return found.tensor_parallel_size * (step.sharding.ranks if step.sharding else 1)
 
 
 def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:

@@ -41,6 +41,7 @@ class AnalysedModel:
         dtype: type of its weights.
         tensor_parallel_size: number of ranks that hold the model together.
         quantize: how its frozen linear layers are stored; ``None``: in ``dtype``.
+        pipeline_stages: number of stages that it is divided into.
     """
 
     name: str
@@ -51,6 +52,7 @@ class AnalysedModel:
     tensor_parallel_size: int
     trained: int
     quantize: QuantizeName | None = None
+    pipeline_stages: int = 1
 
     def described(self) -> str:
         """Return the model as one line of text."""
@@ -101,7 +103,9 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[AnalysedMode
     """
     model, size = model_on_meta(asked), config.parallel_config.tensor_parallel_size
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize
+    parallel = config.parallel_config
+    stages = parallel.pipeline_stage if parallel.runs_pipeline else 1
+    facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize, stages
     if size == 1:
         yield AnalysedModel(asked.name, model, model_structure(model), *facts)
         return

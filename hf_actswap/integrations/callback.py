@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan, plan_while_training, say_what_is_not_compared
+from ..apply import apply_plan, plan_while_training, say_what_to_know_of
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
@@ -285,7 +285,7 @@ class ActSwapCallback(TrainerCallback):
                     facts.update(parallel.expect_batches(event.get("train_dataloader")))
             with self._console_on_rank_0(state):
                 if isinstance(requested, MemoryPlan):
-                    say_what_is_not_compared(self._source, requested)
+                    say_what_to_know_of(self._source, requested, shape)
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             training = PlannedTraining(
                 model,
@@ -294,7 +294,7 @@ class ActSwapCallback(TrainerCallback):
                 config.memory,
                 event.get("optimizer"),
                 counts_steps=False,
-                earlier_plan=self._resumed_from if parallel is None else None,
+                earlier_plan=self._resumed_from,
             )
             return plan, own, self._put_on(training, args, state)
 
@@ -457,8 +457,12 @@ class ActSwapCallback(TrainerCallback):
     ) -> None:
         """Write the plan that a planner has found into the checkpoint; a training that goes on uses it."""
         folder = os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if isinstance(self.applied, Planner) and self.parallel is None and os.path.isdir(folder):
-            self.applied.write_plan(os.path.join(folder, CHECKPOINT_PLAN))
+        if not isinstance(self.applied, Planner):
+            return
+        path, parallel = os.path.join(folder, CHECKPOINT_PLAN), self.parallel
+        with nullcontext() if parallel is None else parallel.storing_plans():
+            if os.path.isdir(folder):
+                self.applied.write_plan(path if parallel is None else parallel.plan_path(path))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

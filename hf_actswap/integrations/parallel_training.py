@@ -111,6 +111,14 @@ class DividedTraining(ABC):
         """Return ``training`` as this rank plans for it, with ``micro_batches`` in a step."""
         return training
 
+    def plan_path(self, path: str) -> str:
+        """Return the path of this rank's plan file, if ``path`` is that of the whole model's."""
+        return path
+
+    def storing_plans(self) -> AbstractContextManager[None]:
+        """Return the context in which plans are written into a checkpoint. Every rank must enter it."""
+        return nullcontext()
+
     def planners_agreeing(self) -> AbstractContextManager[None]:
         """Return the context in which the planners of all ranks decide on their plans."""
         return nullcontext()

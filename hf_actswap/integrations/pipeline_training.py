@@ -144,16 +144,35 @@ class PipelineTraining(DividedTraining):
         }
 
     def training_of_rank(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
-        """Return ``training`` as this stage plans for it: its plan file, layers and passes in flight."""
+        """Return ``training`` as this stage plans for it: its plan files, layers and passes in flight."""
         layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
         passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
+        earlier = training.earlier_plan
         if memory.plan_file is not None:
-            path = Path(memory.plan_file)
-            own = path.with_name(f"{path.stem}.stage_{stage}{path.suffix}")
-            memory = replace(memory, plan_file=str(own))
+            memory = replace(memory, plan_file=self.plan_path(memory.plan_file))
         layers = format_scopes(layout.layers_of(stage))
         part = f", stage {stage} with layers {layers}, {passes} passes in flight"
-        return replace(training, memory=memory, in_flight=passes / layout.vpp, chunks=layout.vpp, part=part)
+        return replace(
+            training,
+            memory=memory,
+            in_flight=passes / layout.vpp,
+            chunks=layout.vpp,
+            part=part,
+            earlier_plan=None if earlier is None else self.plan_path(earlier),
+        )
+
+    def plan_path(self, path: str) -> str:
+        """Return the path of this stage's plan file, if ``path`` is that of the whole model's."""
+        whole = Path(path)
+        return str(whole.with_name(f"{whole.stem}.stage_{self.staged.stage}{whole.suffix}"))
+
+    @contextmanager
+    def storing_plans(self) -> Iterator[None]:
+        """Within the block the first rank of each stage writes its plan. Every rank must enter it."""
+        with failing_together("checkpoint plan", self._timeout_s):
+            pass  # a checkpoint's folder, which one rank makes, is there from here on
+        with agreeing_among(self._stage_group):
+            yield
 
     @contextmanager
     def planners_agreeing(self) -> Iterator[None]:

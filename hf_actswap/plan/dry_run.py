@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import uninterrupted
 from .compiled import named_op_modules
 from .mindformers_names import EXPERTS_MODULE
-from .unchanged import PART_OF_THE_MODEL, unchanged
+from .unchanged import is_part_of_the_model, unchanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
@@ -73,7 +73,7 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
         for hooks, before in saved:
             for number, hook in before.items():
                 of_transformers = getattr(hook, "__module__", None) in _HOOKS_OF_TRANSFORMERS
-                if not of_transformers and not hasattr(hook, PART_OF_THE_MODEL):
+                if not of_transformers and not is_part_of_the_model(hook):
                     del hooks[number]
         yield
     finally:

@@ -179,6 +179,28 @@ class ModelStructure:
         stacks = (stack for stack in self.stacks if any(layer.module_path in named for layer in stack.layers))
         return replace(self, stacks=tuple(stacks))
 
+    def without_op(self, plan: MemoryPlan) -> dict[str, list[Scope]]:
+        """Return the op paths of ``plan`` that name nothing in a layer, each with these layers.
+
+        Layers whose functions are not known, and compiled ones, are left out.
+        """
+        found: dict[str, list[Scope]] = {}
+        if not self.functions_known or self.compiled:
+            return found
+        names = {
+            layer.index: [*(op.path for op in layer.ops), *(call.key[0] for call in layer.calls)]
+            for layer in self.all_layers
+            if not layer.compiled
+        }
+        for row in plan.rows:
+            if row.op_path in ("", OUTPUT) or row.scope not in names:
+                continue
+            if not any(is_below(name, row.op_path) for name in names[row.scope]):
+                scopes = found.setdefault(row.op_path, [])
+                if row.scope not in scopes:
+                    scopes.append(row.scope)
+        return found
+
     def layer_modules(self, root: nn.Module) -> dict[Scope, nn.Module]:
         """Return the modules of all layers of all stacks, without ``torch.compile``'s wrappers.
 

@@ -23,6 +23,11 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 
 
+def is_part_of_the_model(hook: Any) -> bool:
+    """Whether a hook has the attribute `PART_OF_THE_MODEL`, or is a method of an object that has it."""
+    return hasattr(hook, PART_OF_THE_MODEL) or hasattr(getattr(hook, "__self__", None), PART_OF_THE_MODEL)
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore at the end the attributes of all modules, the containers in them, and the configurations.

@@ -78,6 +78,76 @@ def test_fates_are_searched_by_stage_within_one_budget(run: Run, tiny: Path, wri
     assert sorted(bool(stage["plan"]["rows"]) for stage in found["stages"]) == [False, True]
 
 
+def words_of(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def planned(run: Run, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two stages of four micro-batches whose fates were searched: path, document and text."""
+    path = tmp_path_factory.mktemp("planned") / "config.yaml"
+    path.write_text(PIPELINE)
+    asked = ("plan", tiny, path, *LONG, "--micro-batches", "4", "--device", "H100")
+    free = run(*asked, "--json").document
+    least = min(stage["fixed_bytes"] + stage["buffer_bytes"] for stage in free["stages"])
+    budget = (max(stage["peak_bytes"] for stage in free["stages"]) + least) / 2 / 2**30
+    path.write_text(f"{PIPELINE}memory: {{mode: adaptive, budget_gib: {budget}}}\n")
+    return path, run(*asked, "--json").document, run(*asked).out, free
+
+
+LONG = ("--seq", "512", "--batch", "8", "--optimizer", "none")
+
+
+def test_the_first_lines_and_the_last(run: Run, tiny: Path, planned: Any, tmp_path: Path) -> None:
+    """As of a plan for one device; the other steps are those of runs that ask for them."""
+    path, found, text, free = planned
+    (everything := tmp_path / "all.yaml").write_text(f"{PIPELINE}recompute_config: {{recompute: true}}\n")
+    asked = ("plan", tiny, everything, *LONG, "--micro-batches", "4", "--device", "H100", "--json")
+    checkpointed = run(*asked).document
+    first, rest = words_of(text).split(" Host memory: ")
+    peaks = [stage["peak_bytes"] for stage in found["stages"]]
+    speed = 1000 * 4 * 8 * 512 / found["step_ms"]
+    assert found["tokens_per_s"] == pytest.approx(speed)
+    assert first.startswith(f"Fits: {max(peaks) / 2**20:.2f} MiB of ")
+    assert f" on stage {peaks.index(max(peaks))}, {speed:,.0f} tokens/s, " in first
+    for other, said in ((checkpointed, "checkpointing"), (free, "without a limit")):
+        ratio = other["step_ms"] / found["step_ms"]
+        how = f"{100 * abs(ratio - 1):.0f} % {'faster' if ratio > 1 else 'slower'} than {said}"
+        assert (how if abs(ratio - 1) >= 0.005 else f"as fast as {said}") in first
+    assert rest.endswith(
+        f'To use it: actswap="{path}" in ActSwapTrainingArguments, with ActSwapTrainer on 2 processes, where '
+        "each stage finds its plan by measurement."
+    )
+
+
+def test_host_memory_is_that_of_all_micro_batches_in_flight(run: Run, tiny: Path, planned: Any) -> None:
+    path, found, text, _ = planned
+    needs = [stage["in_flight"] * stage["micro_batch"]["host_bytes"] for stage in found["stages"]]
+    assert max(needs) > 0
+    assert [stage["host_bytes"] for stage in found["stages"]] == needs
+    host = found["host_memory"]
+    assert (host["rank_bytes"], host["machine_ranks"], host["machine_bytes"]) == (max(needs), 2, sum(needs))
+    assert "for 2 ranks of a machine, of at most 192 GiB a rank (usual for H100" in words_of(text)
+    limit = max(needs) / 2
+    asked = ("plan", tiny, path, *LONG, "--micro-batches", "4", "--device", "H100", "--json")
+    less = run(*asked, "--host-memory-gib", f"{limit / 2**30:.9f}").document
+    assert 0 < less["host_memory"]["rank_bytes"] <= limit
+    assert less["host_memory"]["limit_is_written"]
+
+
+def test_what_does_not_fit_says_so_first(run: Run, tiny: Path, write: Write) -> None:
+    """Fates as the user wrote them are not searched; where they are, no plan is found."""
+    ended = run("plan", tiny, write(PIPELINE), *STEP, "--budget", "600KiB")
+    assert ended.code == 1
+    first, *_ = ended.out.splitlines()
+    assert first.startswith("Does not fit as written: ")
+    assert words_of(ended.out).endswith("`memory: {mode: adaptive}` looks for a plan of each stage.")
+    ended = run("plan", tiny, write(f"{PIPELINE}memory: {{mode: adaptive}}\n"), *STEP, "--budget", "100KiB")
+    assert ended.code == 1
+    assert words_of(ended.out).startswith("Does not fit: at least 0.00")
+    assert "are needed, and the budget is 100" in words_of(ended.out)
+
+
 @pytest.mark.slow
 def test_a_better_offset_is_proposed(
     run: Run, tiny: Path, write: Write, monkeypatch: pytest.MonkeyPatch

@@ -14,12 +14,11 @@ import transformers
 from docs.make_families import page_of
 from hf_actswap.apply import apply
 from hf_actswap.parallel.patch_model import Patched, PatchError, patch_model
+from tests.family_steps import REJECTED, RIGHT, WRONG, Finding, loss_tiled, streamed, tiled
 from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
 from tests.parallel.patched_models import FAMILIES, NOT_TESTED, tiny_model
 from tests.processes import launch, run_cases
-from tests.stream.family_steps import streamed
 
-RIGHT, REJECTED, WRONG = "right", "rejected", "wrong"
 ODD_LENGTH = LENGTH + 1
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 """Relative; float32, some of whose models compute with numbers that are large beside their gradients."""
@@ -28,10 +27,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "swap": {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": True}]}},
     "recompute": {"recompute_config": {"recompute": True}},
 }
+PIECES: dict[str, Callable[[str], Finding]] = {"tiles": tiled, "loss": loss_tiled, "stream": streamed}
+"""Column of the page -> what finds out about a family in one process, in pieces of its tokens."""
 WAYS = {"tp{}": False, "tp{} sp": True}
 """Name, for a number of ranks -> whether sequence parallelism is on."""
-Finding = tuple[str, str]
-"""`RIGHT`, `REJECTED` or `WRONG`, and why."""
 Findings = dict[str, dict[str, Finding]]
 """By family and way."""
 
@@ -114,8 +113,8 @@ def planned(family: str, plan: str, _group: dist.ProcessGroup) -> Finding:
     return (WRONG, "; ".join(wrong[:3])) if wrong else (RIGHT, "")
 
 
-def _streamed(family: str, _group: dist.ProcessGroup) -> Finding:
-    return streamed(family)
+def _alone(way: Callable[[str], Finding], family: str, _group: dist.ProcessGroup) -> Finding:
+    return way(family)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -128,16 +127,16 @@ def run_families(families: Sequence[str], rank: int, folder: str) -> None:
 
 
 def run_everything(rank: int, folder: str) -> None:
-    """Divide all families among two ranks, put plans on them, and run them in chunks."""
+    """Divide all families among two ranks, put plans on them, and run them in tiles and chunks."""
     plans = {
         family: {plan: (partial(planned, family, plan), [[place % 2]]) for plan in PLANS}
         for place, family in enumerate(FAMILIES)
     }
-    chunks = {
-        family: {"stream": (partial(_streamed, family), [[place % 2]])}
+    pieces = {
+        family: {name: (partial(_alone, way, family), [[place % 2]]) for name, way in PIECES.items()}
         for place, family in enumerate(FAMILIES)
     }
-    _run(rank, folder, 2, {f: {**plans[f], **chunks[f], **_divisions(f)} for f in FAMILIES})
+    _run(rank, folder, 2, {f: {**plans[f], **pieces[f], **_divisions(f)} for f in FAMILIES})
 
 
 def run_on_four(rank: int, folder: str) -> None:

@@ -242,9 +242,15 @@ class PlanOnEveryModel:
                 "numbers": self.numbers,
                 "plans": self.plans_applied,
             }
+        if report.when == "teardown":  # after each test: a run that is ended from outside leaves its record
+            self.write()
 
     @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        """Write the record of the tests so far."""
         self.record_path.write_text(json.dumps(self.tests, indent=1), encoding="utf-8")
 
 

@@ -64,7 +64,7 @@ def fetch_tests(project: Project, work: Path, checkout: Path | None) -> Path:
         return tests
     found = checkout
     if found is None:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", project.name]
         subprocess.run([*pip, "--dest", str(work), f"{project.name}=={project.release}"], check=True)
         name = f"{project.name}-{project.release}"
         with tarfile.open(work / f"{name}.tar.gz") as archive:

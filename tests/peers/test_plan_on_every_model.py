@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,3 +44,11 @@ def test_the_numbers_without_a_plan_are_those_of_a_run_without_a_cache(
 ) -> None:
     without = numbers_of("none", tmp_path, monkeypatch)
     assert numbers_of(plan, tmp_path, monkeypatch) == without
+
+
+def test_what_ran_is_recorded_if_the_run_is_ended_from_outside(tmp_path: Path) -> None:
+    plugin = PlanOnEveryModel("none", tmp_path / "record.json")
+    for when in ("setup", "call", "teardown"):
+        report: Any = SimpleNamespace(when=when, outcome="passed", passed=True, nodeid="one")
+        plugin.pytest_runtest_logreport(report)
+    assert json.loads((tmp_path / "record.json").read_text())["one"]["outcome"] == "passed"

@@ -163,6 +163,9 @@ def planned(
     ranks: int = 1,
     schedule: str = "1f1b",
     interleaves: int = 1,
+    stages: int = 2,
+    resume: str | None = None,
+    settings: Any = None,
     **asked: Any,
 ) -> Run:
     """Train under the planner, copies by a simulated clock, each stage divided among so many ranks.
@@ -183,14 +186,24 @@ def planned(
             "memory": {**memory, "search_steps": 2, "min_tensor_mib": 0.0005},
             "parallel_config": {"tensor_parallel_size": ranks},
         }
-        settings = {"max_steps": 6, "logging_steps": 1, "interleaves": interleaves}
-        return trained(2, name, schedule, folder, sections=sections, model=model, **settings)
+        more = {"max_steps": 6, "logging_steps": 1, "interleaves": interleaves, **(settings or {})}
+        return trained(stages, name, schedule, folder, sections=sections, model=model, resume=resume, **more)
 
 
 def planned_twice(folder: Path) -> list[Run]:
     """Train with a plan file that is not there, and once more."""
     asked = {"budget_gib": 461_709 / 2**30, "plan_file": str(folder / "plan.json")}
     return [planned(folder, f"planned {time}", **asked) for time in ("first", "again")]
+
+
+def planned_and_resumed(folder: Path, name: str, stages: int, ranks: int) -> list[Run]:
+    """Train under the planner, and go on from the last checkpoint."""
+    asked = {"mode": "adaptive", "reduce_by_gib": 60_000 / 2**30}
+    shape: dict[str, Any] = {"ranks": ranks, "stages": stages}
+    kept, more = {"save_strategy": "steps", "save_steps": 6}, {"max_steps": 8}
+    first = planned(folder, f"{name} kept", settings=kept, **shape, **asked)
+    checkpoint = f"{name} kept 1f1b {stages}/checkpoint-6"
+    return [first, planned(folder, f"{name} resumed", settings=more, resume=checkpoint, **shape, **asked)]
 
 
 def predictions(stages: int, folder: Path) -> Any:
@@ -458,6 +471,12 @@ def lost_stage(folder: Path) -> None:
     torch.save((said, monotonic() - began), folder / "lost.pt")
     os._exit(0)
 
+
+CHECKPOINT_PLANS: dict[str, Any] = {
+    "stages": partial(planned_and_resumed, name="stages", stages=2, ranks=1),
+    "parts": partial(planned_and_resumed, name="parts", stages=1, ranks=2),
+}
+"""Two ranks: two stages, or one model that both hold together."""
 
 LOST: dict[str, Any] = {"lost": lost_stage}
 

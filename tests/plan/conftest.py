@@ -148,7 +148,7 @@ def gradients() -> Gradients:
     """model -> loss and gradients of one training step on fixed tokens, by parameter name."""
 
     def step(model: nn.Module) -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
         model.zero_grad(set_to_none=True)
         torch.manual_seed(2)
         loss = model(input_ids=ids, labels=ids).loss

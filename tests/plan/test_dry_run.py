@@ -59,6 +59,37 @@ def test_no_hook_runs_and_all_are_back_in_order(
     assert not any(hooks_of(model))
 
 
+class Widening:
+    """Two hooks of one object, registered as its methods."""
+
+    def __init__(self, called: list[str]) -> None:
+        self._say = called.append  # not the list: a dry run puts lists in the model's objects back
+
+    def before(self, *_: Any) -> None:
+        self._say("before")
+
+    def behind(self, *_: Any) -> None:
+        self._say("behind")
+
+
+class WideningOfTheModel(Widening):
+    part_of_the_model = True
+
+
+@pytest.mark.parametrize("kind", [Widening, WideningOfTheModel])
+def test_methods_of_an_object_that_is_part_of_the_model_run(
+    tiny_model: MakeModel, called: list[str], kind: type[Widening]
+) -> None:
+    """A module that is not divided gathers its input, and cuts its output, by such hooks."""
+    model, hooks = tiny_model("llama"), kind(called)
+    model.model.layers[0].register_forward_pre_hook(hooks.before)
+    model.model.layers[0].register_forward_hook(hooks.behind)
+    before = hooks_of(model)
+    assert model_structure(model).functions_known
+    assert set(called) == ({"before", "behind"} if kind is WideningOfTheModel else set())
+    assert hooks_of(model) == before
+
+
 def test_hooks_are_back_after_an_error(tiny_model: MakeModel, called: list[str]) -> None:
     model = tiny_model("llama")
     model.register_forward_hook(lambda *_: called.append("after"))

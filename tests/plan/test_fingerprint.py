@@ -134,3 +134,22 @@ def test_a_malformed_fingerprint_is_an_error(made_for: Any, said: str) -> None:
 def test_it_is_read_back() -> None:
     plan = MemoryPlan(ROWS, 2, fingerprint=fingerprint_of(llama(), BATCH))
     assert MemoryPlan.from_json(plan.to_json()) == plan
+
+
+def test_rows_that_name_nothing_in_the_model_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A file written by hand, or for another version of transformers."""
+    model = llama()
+    known = [op.path for op in hf_actswap.model_structure(model).layers[0].ops]
+    swap = Windows(4, 12)
+    real = tuple(PlanRow(0, path, "swap", windows=swap) for path in ("", "output", "mlp", *known))
+    for rows, said in (
+        (real, ""),
+        (
+            (*ROWS, *(PlanRow(layer, "mlp.silo", "swap", windows=swap) for layer in (0, 1))),
+            "The plan names what the model does not have: mlp.silo (layers 0-1). These rows do nothing.",
+        ),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="hf_actswap"):
+            hf_actswap.apply(model, MemoryPlan(rows, 2, "llama")).remove()
+        assert [record.getMessage() for record in caplog.records] == [said] * bool(said)

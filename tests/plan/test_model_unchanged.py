@@ -75,16 +75,6 @@ def big_bird() -> BigBirdForCausalLM:
     return BigBirdForCausalLM(config).train()
 
 
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
-
-
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -110,29 +100,29 @@ def test_looking_at_any_family_changes_nothing_in_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", quick_first(sorted(QUICK), 3))
-def test_a_step_under_a_plan_leaves_what_a_step_without_one_leaves(family: str) -> None:
+def test_a_step_under_a_plan_leaves_what_a_step_without_one_leaves(family: str, gradients: Gradients) -> None:
     """The first forward under a plan is preceded by a run on fake tensors of its shapes."""
     model = tiny_model(family)
     plain = copy.deepcopy(model)
-    gradients_of(plain)
+    gradients(plain)
     plain.zero_grad(set_to_none=True)
     applied = apply(model, SWAP)
-    gradients_of(model)
+    gradients(model)
     applied.remove()
     model.zero_grad(set_to_none=True)
     assert state_of(model, identities=False) == state_of(plain, identities=False)
 
 
-def test_big_bird_keeps_its_attention_to_blocks() -> None:
+def test_big_bird_keeps_its_attention_to_blocks(gradients: Gradients) -> None:
     """It replaces its attention for good where a sequence is short, and the example of a dry run is short."""
     model = big_bird()
-    before, expected = state_of(model), gradients_of(copy.deepcopy(model))
+    before, expected = state_of(model), gradients(copy.deepcopy(model))
     model_structure(model)
     assert state_of(model) == before
     assert model.bert.attention_type == "block_sparse"
     for document in (SWAP, RECOMPUTE):
         applied = apply(model, document)
-        assert equal(gradients_of(model), expected)
+        assert equal(gradients(model), expected)
         applied.remove()
 
 
@@ -154,19 +144,19 @@ def with_alias(family: str = "llama") -> nn.Module:
     ],
     ids=["swap", "recompute", "select", "tiles"],
 )
-def test_a_module_at_two_paths_keeps_its_weights(document: dict[str, Any]) -> None:
+def test_a_module_at_two_paths_keeps_its_weights(document: dict[str, Any], gradients: Gradients) -> None:
     model = with_alias()
     held = [(name, id(item)) for name, item in model.named_parameters(remove_duplicate=False)]
-    expected = gradients_of(copy.deepcopy(model))
+    expected = gradients(copy.deepcopy(model))
     applied = apply(model, document)
-    found = gradients_of(model)
+    found = gradients(model)
     applied.remove()
     if "tile_config" in document:  # its sums have another order
         torch.testing.assert_close(found, expected)
     else:
         assert equal(found, expected)
     assert [(name, id(item)) for name, item in model.named_parameters(remove_duplicate=False)] == held
-    assert equal(gradients_of(model), expected)
+    assert equal(gradients(model), expected)
 
 
 def test_a_profile_from_shapes_leaves_a_module_at_two_paths() -> None:

@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 from docs.make_families import PAGE, cells_of
+from tests.family_steps import REJECTED, RIGHT, streamed
 from tests.parallel.patched_models import FAMILIES
-from tests.stream.family_steps import REJECTED, RIGHT, streamed
 
 QUICK = {
     "roberta": (RIGHT, ""),

@@ -1,10 +1,10 @@
 """Searches for the plans of a pipeline: one for each stage, within one budget for each device.
 
-Each stage is searched as any model is (`find_plan`), with three differences. All micro-batches in flight hold
-what is kept. Swapped tensors of other micro-batches are on the device as far as windows reach
-(`engine.passes.REACH`). If passes of other micro-batches run between a forward and its backward, a copy has a
-whole cycle of the slowest stage (a forward and a backward) instead of its own pass; so the link is assumed to
-be that much faster.
+Each stage is searched as any model is (`find_plan`), with four differences. All micro-batches in flight hold
+what is kept. They share host memory equally. Swapped tensors of other micro-batches are on the device as far
+as windows reach (`engine.passes.REACH`). If passes of other micro-batches run between a forward and its
+backward, a copy has a whole cycle of the slowest stage (a forward and a backward) instead of its own pass; so
+the link is assumed to be that much faster.
 
 Then the step is simulated (`cost.pipeline_step`). A stage whose peak is above the budget, or far below, gets
 a smaller or larger budget. If a stage waits for copies and is slower than the others, its link is assumed to
@@ -110,7 +110,8 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
     searched = []
     for stage, plan in zip(pipeline.stages, fixed, strict=True):
         waiting = max(float(stage.in_flight) - 1, 0.0)
-        own = replace(limits, device_bytes=budget - stage.buffer_bytes, waiting=waiting)
+        host = None if limits.host_bytes is None else int(limits.host_bytes / (1 + waiting))
+        own = replace(limits, device_bytes=budget - stage.buffer_bytes, waiting=waiting, host_bytes=host)
         resident = 2 * REACH if waiting and pipeline.crosses else 0.0
         searched.append(_Searched(stage, plan, replace(own, resident=resident)))
     cycle_ms = max(work.forward_ms + work.backward_ms for work in found[0].works)
@@ -161,5 +162,5 @@ def _impossible(found: Sequence[PipelineStep], budget: int) -> BudgetError:
     listed = ", ".join(f"stage {number} {gib_text(size, math.ceil)}" for number, size in enumerate(least))
     expected = f"at least {gib_text(max(least), math.ceil)}, the least that was found"
     error = BudgetError([Problem("memory.budget_gib", expected, gib_text(budget), f"By stage: {listed}.")])
-    error.least_bytes = max(least)
+    error.least_bytes, error.budget_bytes = max(least), budget
     return error

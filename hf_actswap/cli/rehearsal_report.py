@@ -160,10 +160,7 @@ class Rehearsed:
         several = f"{self.options.devices} x " if self.options.devices > 1 else ""
         yield heading(f"Rehearsed on {several}{facts.kind}, {size_text(self.options.memory_bytes())}")
         if not self.processes:
-            yield (
-                f"No process used a device. The program ended with {self.code}. Its Python must be this "
-                f"command's, with PyTorch's CUDA build: {sys.executable}"
-            )
+            yield self._without_device()
             return
         yield from self._shown_process(self.processes[0])
         for other in self.processes[1:]:
@@ -175,6 +172,14 @@ class Rehearsed:
         if self.advice is not None:
             yield from self.advice.shown()
         yield _CANNOT_KNOW
+
+    def _without_device(self) -> str:
+        """Return why no process may have used a device."""
+        weights = " Where a model's weights are not there, add --no-weights." if self.code else ""
+        return (
+            f"No process used a device. The program ended with {self.code}.{weights} Its Python must be this "
+            f"command's, with PyTorch's CUDA build: {sys.executable}"
+        )
 
     def _shown_process(self, process: Process) -> Iterable[RenderableType]:
         yield from _out_of_memory(process)

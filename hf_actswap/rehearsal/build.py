@@ -30,11 +30,14 @@ RUNTIME = "libhf_actswap_runtime.so"
 ARITHMETIC = "libhf_actswap_arithmetic.so"
 """Loaded once PyTorch is imported."""
 DRIVER = "libcuda.so.1"
+MANAGEMENT = "libnvidia-ml.so.1"
+"""NVML, which PyTorch opens by its name."""
 _RUNTIME = ("runtime", "cublas", "nccl")
 """Sources of the runtime's library."""
 
 _SYMBOL = re.compile(r"(?:cuda[A-Z]|__cuda|cublas|cusolver|cusparse[A-Z]|cufft|curand|nccl[A-Z])\w*\Z")
 _DRIVER_SYMBOL = re.compile(r"cu[A-Z]\w*\Z")
+_MANAGEMENT_NAME = re.compile(rb"\0(nvml[A-Z]\w*)\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,28 @@ def _driver(asked: set[str]) -> str:
     )
 
 
+def _management(opened_with: bytes) -> str:
+    """Return code for NVML's library: it counts the devices, and says of all else that it is not supported.
+
+    PyTorch takes its functions by name when it needs them; from 2.15 on also to map expandable segments.
+
+    Args:
+        opened_with: the library of PyTorch that holds the names.
+    """
+    done = {"nvmlInit", "nvmlInit_v2", "nvmlShutdown", "nvmlDeviceGetHandleByPciBusId_v2"}
+    names = {name.decode() for name in _MANAGEMENT_NAME.findall(opened_with.replace(b"\0", b"\0\0"))} | done
+    success, not_supported = 0, 3
+    return "int cudaGetDeviceCount(int*);\n" + "".join(
+        [
+            "int nvmlDeviceGetCount_v2(int* count) { return cudaGetDeviceCount(count); }\n",
+            *(
+                f"int {name}(void) {{ return {success if name in done else not_supported}; }}\n"
+                for name in sorted(names - {"nvmlDeviceGetCount_v2"})
+            ),
+        ]
+    )
+
+
 def _compile(torch: _Torch, compiler: str, nm: str, folder: Path) -> None:
     include = [f"-I{path}" for path in torch.include if path.is_dir()]
     python = f"-I{sysconfig.get_paths()['include']}"
@@ -184,12 +209,14 @@ def _compile(torch: _Torch, compiler: str, nm: str, folder: Path) -> None:
     missing = sorted(name for name in asked - ours if _SYMBOL.match(name))
     (folder / "stubs.cpp").write_text('extern "C" {\n' + _stubs(missing) + "}\n", "utf-8")
     (folder / "driver.cpp").write_text('extern "C" {\n' + _driver(asked) + "}\n", "utf-8")
+    opened_with = (torch.folder / "lib" / "libc10_cuda.so").read_bytes()
+    (folder / "management.cpp").write_text('extern "C" {\n' + _management(opened_with) + "}\n", "utf-8")
     _run([*common, "-O1", "-c", str(folder / "stubs.cpp"), "-o", str(objects["stubs"])])
     runtime = [str(objects[name]) for name in (*_RUNTIME, "stubs")]
     _run([compiler, "-shared", "-o", str(folder / RUNTIME), *runtime])
-    _run(
-        [*common, "-shared", str(folder / "driver.cpp"), "-o", str(folder / DRIVER), f"-Wl,-soname,{DRIVER}"]
-    )
+    for source, library in (("driver", DRIVER), ("management", MANAGEMENT)):
+        written, target = folder / f"{source}.cpp", folder / library
+        _run([*common, "-shared", str(written), "-o", str(target), f"-Wl,-soname,{library}"])
     where = torch.folder / "lib"
     linked = [
         f"-L{where}",

@@ -229,6 +229,9 @@ def test_what_no_plan_can_help_is_said_at_once() -> None:
 def test_a_program_that_used_no_device(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text(json.dumps({**seen().seen, "devices": {}}))
     assert read_reports(tmp_path) == []
-    assert f"Its Python must be this command's, with PyTorch's CUDA build: {sys.executable}" in text_of(
-        Rehearsed(Options(), [], 3)
+    text = text_of(Rehearsed(Options(), [], 3))
+    assert f"Its Python must be this command's, with PyTorch's CUDA build: {sys.executable}" in " ".join(
+        text.split()
     )
+    assert "weights are not there, add --no-weights" in " ".join(text.split())
+    assert "--no-weights" not in text_of(Rehearsed(Options(), [], 0))

@@ -75,6 +75,17 @@ print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1))
     assert done.stdout.splitlines() == ["2 True 10.0", "NVIDIA GeForce RTX 4090 (8, 9)"]
 
 
+def test_algorithms_of_cub_run_where_pytorch_has_no_kernels_of_the_devices_own_architecture() -> None:
+    """They ask which architecture their kernels are for; an RTX 4090 (8.9) runs those for 8.6."""
+    code = """
+values = torch.zeros(10**7, device="cuda")
+values.masked_scatter(values == 0, values.cumsum(0)).sort()
+torch.cuda.synchronize()
+"""
+    done = run(code, Options("RTX 4090"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_end_names_what_nothing_orders_and_what_did_nothing() -> None:
     code = """
 values = torch.ones(1000, device="cuda")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -25,6 +25,7 @@ from hf_actswap.rehearsal.__main__ import main
 from hf_actswap.rehearsal.launch import SETTINGS, STARTUP, settings_of
 from tests.rehearsed import REHEARSED
 
+build_module: ModuleType = sys.modules["hf_actswap.rehearsal.build"]  # its name is also that of a function
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = Built(Path("somewhere"))
 
@@ -94,11 +95,10 @@ def test_only_small_tensors_have_bytes_unless_all_do() -> None:
 def test_without_pytorchs_cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch" / "lib").mkdir(parents=True)
     origin = str(tmp_path / "torch" / "__init__.py")
-    module = sys.modules["hf_actswap.rehearsal.build"]
-    monkeypatch.setattr(module, "find_spec", lambda _: SimpleNamespace(origin=origin))
+    monkeypatch.setattr(build_module, "find_spec", lambda _: SimpleNamespace(origin=origin))
     with pytest.raises(RehearsalError, match=r"expected PyTorch's CUDA build, found torch \S+ without CUDA"):
         build()
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(build_module, "find_spec", lambda _: None)
     with pytest.raises(RehearsalError, match="found no PyTorch"):
         build()
 
@@ -106,9 +106,8 @@ def test_without_pytorchs_cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch" / "lib").mkdir(parents=True)
     (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
-    module = sys.modules["hf_actswap.rehearsal.build"]
     monkeypatch.setattr(
-        module, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch" / "x.py"))
+        build_module, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch" / "x.py"))
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -116,6 +115,21 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         RehearsalError, match=r"the program c\+\+ or g\+\+ or clang\+\+, found not on the PATH"
     ):
         build()
+
+
+def test_functions_of_nvml_are_those_whose_names_pytorch_holds() -> None:
+    """PyTorch calls what it looks up without asking whether it was found."""
+    code = build_module._management(
+        b"\0nvmlInit_v2\0nvmlDeviceGetGpuFabricInfoV\0other\0nvmlDeviceGetCount_v2\0"
+    )
+    for function in (
+        "int nvmlDeviceGetCount_v2(int* count) { return cudaGetDeviceCount(count); }",
+        "int nvmlInit_v2(void) { return 0; }",
+        "int nvmlDeviceGetGpuFabricInfoV(void) { return 3; }",
+    ):
+        assert code.count(function) == 1
+    assert code.count("nvmlDeviceGetCount_v2") == 1
+    assert "other" not in code
 
 
 def test_a_program_without_torch_runs_as_ever(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ cudaError_t fill(void* at, int value, size_t bytes, cudaStream_t handle) {
 
 uint64_t setting(const char* key, uint64_t otherwise) { return settings().number(key, otherwise); }
 
+// The architecture that the program's kernels were compiled for, as 86 for sm_86: the device's own, or an older one.
+int& kernel_architecture() {
+  static int one = (int)(10 * setting("major", 9) + setting("minor", 0));
+  return one;
+}
+
 }  // namespace
 
 extern "C" {
@@ -103,6 +109,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
     case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
     case cudaErrorNotSupported: return "operation not supported in a rehearsal";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
     default: return "error of the rehearsal's device";
   }
 }
@@ -428,7 +435,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof *found);
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
-  found->ptxVersion = found->binaryVersion = (int)(10 * setting("major", 9) + setting("minor", 0));
+  found->ptxVersion = found->binaryVersion = kernel_architecture();
   found->maxDynamicSharedSizeBytes = (int)setting("shared_bytes", 232448);
   return cudaSuccess;
 }
@@ -529,6 +536,7 @@ cudaError_t cudaGetDriverEntryPoint(const char* name, void** found, unsigned lon
 
 // What the arithmetic and the tests ask the device
 
+void rehearsal_kernels_are_for(int architecture) { kernel_architecture() = architecture; }
 // Order work of the arithmetic on a stream; it takes no time of its own.
 void rehearsal_launch(const void* stream) {
   Guard guard(order().mutex);

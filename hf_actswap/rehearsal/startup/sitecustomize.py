@@ -70,6 +70,7 @@ def _install(torch: ModuleType) -> None:
     settings = _settings()
     if torch.version.cuda is None:
         return
+    ctypes.CDLL(None).rehearsal_kernels_are_for(_newest_kernels(torch, settings))
     arithmetic = ctypes.CDLL(settings["arithmetic"], mode=ctypes.RTLD_GLOBAL)
     if settings["level"] != "0" or settings["races"] != "0" or "clock" in settings:
         arithmetic.rehearsal_install(int(settings["level"]), ctypes.c_uint64(int(settings["small_bytes"])))
@@ -85,6 +86,18 @@ def _install(torch: ModuleType) -> None:
         return
     watch = importlib.import_module("rehearsed_program.watch")
     watch.Watch(torch, native, int(settings["devices"]), "clock" in settings, Path(folder)).begin()
+
+
+def _newest_kernels(torch: ModuleType, settings: dict[str, str]) -> int:
+    """Return the newest architecture of PyTorch's kernels that the device runs, as 86 for sm_86.
+
+    CUB's algorithms (sort, cumsum) fail if they are told of one that they were not compiled for. PyTorch has
+    no kernels for an RTX 4090's own 8.9.
+    """
+    own = 10 * int(settings["major"]) + int(settings["minor"])
+    flags = torch._C._cuda_getArchFlags().split()
+    known = [int(flag[3:]) for flag in flags if flag.startswith("sm_") and flag[3:].isdigit()]
+    return max((found for found in known if found <= own), default=own)
 
 
 def _name_what_is_missing(native: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from hf_actswap.report.bars import PinningBar
+from hf_actswap.report import PinningBar
 
 GIB = 2**30
 

@@ -41,6 +41,8 @@ TEXT_PX = 11.0
 _CHARACTER = 0.62
 """Width of a character relative to its height, on average, in matplotlib's font; the page's are narrower."""
 _LEGEND_ROW = 20.0
+_EDGE_ABOVE_PX = 3.0
+"""Boxes that are wider than this are set apart by an edge, which would hide thinner ones."""
 _LOOK = {"svg.fonttype": "none", "svg.hashsalt": "hf_actswap", "text.parse_math": False}
 
 Entry = tuple[str, str]
@@ -158,12 +160,13 @@ class Chart:
 
     def add(self, boxes: Iterable[Box], above: bool = False) -> None:
         """Draw boxes; those ``above`` have the height of the axes as the unit of y."""
-        found = list(boxes)
+        found, (left, right) = list(boxes), self.axes.get_xlim()
+        wide = [box.width / (right - left) * self.px > _EDGE_ABOVE_PX for box in found]
         collection = self._library.collections.PolyCollection(
             [box.corners for box in found],
             facecolors=[(light(box.means), box.opacity) for box in found],
             edgecolors=light("surface"),
-            linewidths=0.4,
+            linewidths=[0.4 if one else 0.0 for one in wide],
             clip_on=False,
             **({"transform": self.axes.get_xaxis_transform()} if above else {}),
         )

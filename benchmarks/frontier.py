@@ -32,7 +32,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import FrontierJob, InProcessMeasurer, Session, frontier_jobs, longest_jobs
 from benchmarks.records import (
     Record,
     Records,
@@ -44,6 +43,7 @@ from benchmarks.records import (
     results_folder,
 )
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
+from benchmarks.runner import FrontierJob, InProcessMeasurer, Session, frontier_jobs, longest_jobs
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")

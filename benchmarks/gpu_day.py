@@ -7,7 +7,7 @@
 
 A row that is in the results is not measured again without ``--again``, whatever its commit. A row that had no
 time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
-process is recorded with its traceback, and the next one begins (`harness` says how). Results go into the
+process is recorded with its traceback, and the next one begins (`runner` says how). Results go into the
 folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files. ``HF_ACTSWAP_COMMIT`` is
 the commit if there is no .git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
 installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
@@ -36,16 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
-from benchmarks.harness import (
-    FrontierJob,
-    Job,
-    MeasureError,
-    Session,
-    Worker,
-    frontier_jobs,
-    longest_jobs,
-    serve,
-)
 from benchmarks.methods import LIGER_VARIABLE, TRL_VARIABLE
 from benchmarks.records import (
     COMMIT_VARIABLE,
@@ -59,7 +49,19 @@ from benchmarks.records import (
     results_folder,
 )
 from benchmarks.rows import FLASH, REPEATED, ROWS
-from benchmarks.suites import Place, Suite, SuiteRun
+from benchmarks.runner import (
+    FrontierJob,
+    Job,
+    MeasureError,
+    Place,
+    Session,
+    Suite,
+    SuiteRun,
+    Worker,
+    frontier_jobs,
+    longest_jobs,
+    serve,
+)
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
 from benchmarks.workloads import PRESETS, Workload, fitted
 
@@ -122,7 +124,6 @@ GPU_TESTS = (
     "tests/engine/test_slabs.py",
     "tests/engine/test_with_liger.py",
     "tests/parallel/test_random_streams.py",
-    "tests/benchmarks/test_byte_values.py",
     "tests/benchmarks/test_frontier_methods.py",
     "tests/benchmarks/test_machine.py",
     "tests/robustness/test_growth.py",

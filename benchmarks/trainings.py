@@ -197,7 +197,7 @@ class StatesRow(Record):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A case to be measured, as a `harness.Job`."""
+    """A case to be measured, as a `runner.Job`."""
 
     case: Case
     sizes: Sizes

@@ -1,4 +1,4 @@
-"""A plugin of pytest that reports each test as it begins and ends, to `benchmarks.child.ReportingProcess`.
+"""A plugin of pytest that reports each test as it begins and ends, to `benchmarks.runner.ReportingProcess`.
 
     python -m pytest -p tests.row_reports ...
 
@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from benchmarks.child import reports_to
+from benchmarks.runner import reports_to
 
 SETTLED_VARIABLE = "HF_ACTSWAP_SETTLED"
 _DEVICE_LOST = 70

@@ -56,7 +56,7 @@ def test_the_wheel_has_the_package_alone(archives: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(archives[1]) as file:
         names = file.namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"hf_actswap"}
-    assert "hf_actswap/py.typed" in names
+    assert {"hf_actswap/py.typed", "hf_actswap/report/page.html"} <= set(names)
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..plan.actions import format_scopes
-from ..report.drawing import ms_text, size_text
-from ..report.run_facts import ComparedQuantity
+from ..report.run_facts import ComparedQuantity, ms_text, size_text
 from ..report.write_report import WrittenReport, write_report
 from . import options
 from .output import answer
@@ -72,7 +71,7 @@ def report(
     ] = None,
     png: Annotated[
         Path | None,
-        options.without_default("--png", metavar="DIR", help="Write the pictures as PNG too (matplotlib)."),
+        options.without_default("--png", metavar="DIR", help="Write the pictures as PNG too."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -6,8 +6,7 @@ Out: text, bars, one HTML page and pictures (`write_report`).
 
 from __future__ import annotations
 
-from .bars import BytesBar, PinningBar, PlannerBar
-from .console import console_logging
+from .console import BytesBar, PinningBar, PlannerBar, console_logging
 from .plan_table import plan_summary, plan_table
 from .saving import Saving, saving_of
 

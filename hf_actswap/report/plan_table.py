@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
 
 from rich.console import Console
@@ -56,22 +57,31 @@ def _rows_table(plan: MemoryPlan) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("Layers", "Op", "Fate", "Prefetch (ops)", "Release (ops)"):
         table.add_column(column, justify="right" if "ops" in column else "left")
+    for rows in folded_rows(plan):
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+Cells = tuple[str, str, str, str, str]
+"""Layers, op, fate, prefetch and release windows; the layers only in the first row of a group."""
+
+
+def folded_rows(plan: MemoryPlan) -> Iterator[list[Cells]]:
+    """Yield the rows of a plan's table in groups: layers with equal rows, then tiles and chunks."""
     by_rows: dict[tuple[PlanRow, ...], list[Scope]] = {}
     for scope in plan.scopes:
         by_rows.setdefault(_shape(plan, scope), []).append(scope)
     for rows, scopes in by_rows.items():
         label = format_scopes(scope for scope in scopes if rows or scope not in SCOPES)
-        if not label:
-            continue
-        for row in rows or (PlanRow(0, "", "keep"),):
-            table.add_row(label, *_cells(row))
-            label = ""
-        table.add_section()
-    for line in folded_tiles(plan.tiles):
-        table.add_row(*line)
+        if label:
+            cells = [_cells(row) for row in rows or (PlanRow(0, "", "keep"),)]
+            yield [(label if not number else "", *row) for number, row in enumerate(cells)]
+    if plan.tiles:
+        yield [(*line, "", "") for line in folded_tiles(plan.tiles)]
     if plan.streamed is not None:
-        table.add_row("the model", "the sequence", str(plan.streamed))
-    return table
+        yield [("the model", "the sequence", str(plan.streamed), "", "")]
 
 
 def _shape(plan: MemoryPlan, scope: Scope) -> tuple[PlanRow, ...]:

@@ -214,3 +214,33 @@ def _compared(facts: RunFacts, prediction: Prediction) -> list[ComparedQuantity]
         ComparedQuantity("run again", "ms", prediction.recompute_ms, None),
         ComparedQuantity("kept", "bytes", prediction.kept_bytes, None),
     ]
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def byte_unit(most_bytes: float) -> tuple[str, float]:
+    """Return the unit for values up to ``most_bytes``, and its bytes."""
+    number = 0
+    while number + 1 < len(_UNITS) and most_bytes >= 1024 ** (number + 1):
+        number += 1
+    return _UNITS[number], 1024.0**number
+
+
+def size_text(size_bytes: float) -> str:
+    """Return bytes as text, in the largest unit in which the number is at least 1."""
+    unit, unit_bytes = byte_unit(abs(size_bytes))
+    value = size_bytes / unit_bytes
+    return f"{value:.0f} B" if unit == "B" else f"{_rounded(value)} {unit}"
+
+
+def ms_text(milliseconds: float) -> str:
+    """Return a time as text: in ms, from 10 seconds on in s."""
+    if abs(milliseconds) >= 10_000:
+        return f"{milliseconds / 1e3:,.1f} s"
+    return f"{_rounded(milliseconds)} ms" if milliseconds else "0 ms"
+
+
+def _rounded(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"

@@ -1,21 +1,24 @@
-"""Writes the report of a recorded run: one page, and, if asked for, its pictures as PNG files.
+"""Writes the report of a recorded run: one HTML page and, if asked for, its pictures as PNG files.
 
-The PNG files need matplotlib (``pip install 'hf_actswap[report]'``); the page does not.
+The page (the template ``page.html``) has styles and pictures inside; it fetches nothing and has no scripts.
+It needs jinja2 and matplotlib: ``pip install 'hf_actswap[report]'``.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..errors import Problem
+from ..plan.actions import format_scopes
 from ..planner.profile import Prediction
-from .charts import (
+from .chart import COLOURS, Chart
+from .pictures import (
     bytes_chart,
     loss_chart,
     measured_curve,
@@ -27,19 +30,52 @@ from .charts import (
     timeline_chart,
     with_loss,
 )
-from .drawing import COLOURS, Area, Box, Drawing, Label, Shape, Stroke
-from .page import WIDE_PX, Picture, page
-from .run_facts import RunFacts, prediction_of, run_facts
-from .run_files import RecordedRun, ReportError, read_run
+from .plan_table import folded_rows
+from .run_facts import ComparedQuantity, RunFacts, ms_text, prediction_of, run_facts, size_text
+from .run_files import RecordedRun, ReportError, RunDescription, read_run
 
 PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("page.html")
+WIDE_PX, NARROW_PX = 1000.0, 344.0
+"""Widths in which each picture is drawn; the window decides which one is shown."""
 
-_DPI = 96
-_SCALE = 2
-"""Pixels of a PNG file for each px of the drawing."""
-_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
-_POINTS = 72 / _DPI
-"""A px in points, the unit of fonts and lines."""
+_NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A section with a picture.
+
+    Args:
+        heading: heading of the section.
+        caption: text that says what the picture shows.
+        draw: returns the picture in a given width (px).
+    """
+
+    heading: str
+    caption: str
+    draw: Callable[[float], Chart]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section with a table.
+
+    Args:
+        name: heading of the section.
+        head: headings of the columns.
+        rows: the cells.
+        numbers: how many of the last columns hold numbers.
+        remark: a sentence below.
+        chosen: index of the row that stands out; ``None``: none does.
+    """
+
+    name: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: int = 0
+    remark: str = ""
+    chosen: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,20 +106,24 @@ def write_report(
         png_dir: where the pictures are written as PNG too; ``None``: nowhere.
 
     Raises:
-        ReportError: there is no record, or it is damaged, or matplotlib is missing for ``png_dir``.
+        ReportError: there is no record, or it is damaged, or matplotlib or jinja2 is missing.
         PlanError: the plan or the profile in it is damaged.
     """
     run = read_run(run_dir)
     prediction = prediction_of(run)
     facts = run_facts(run, prediction)
     pictures = pictures_of(run, prediction, facts)
+    wide = {name: picture.draw(WIDE_PX) for name, picture in pictures.items()}
+    text = _page(run, facts, [(picture, wide[name]) for name, picture in pictures.items()])
     target = run.folder / PAGE if out is None else Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(run, facts, list(pictures.values())), encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
     files: list[Path] = []
     if png_dir is not None:
-        drawn = {name: picture.draw(WIDE_PX) for name, picture in pictures.items()}
-        files = write_pictures(Path(png_dir), drawn)
+        Path(png_dir).mkdir(parents=True, exist_ok=True)
+        for name, chart in wide.items():
+            files.append(Path(png_dir) / f"{name}.png")
+            chart.write_png(files[-1])
     return WrittenReport(target, tuple(files), facts)
 
 
@@ -143,65 +183,158 @@ def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts
     return found
 
 
-def write_pictures(folder: Path, drawings: Mapping[str, Drawing]) -> list[Path]:
-    """Write each drawing as ``<folder>/<name>.png``, on a light surface; return the files.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
+def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, Chart]]) -> str:
+    """Return the text of the HTML page; ``pictures`` come with their wide drawing."""
     try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-        patches: Any = importlib.import_module("matplotlib.patches")
+        jinja2: Any = import_module("jinja2")
     except ImportError:
-        hint = "pip install 'hf_actswap[report]', or remove --png: the page does not need it."
-        raise ReportError([Problem("--png", "matplotlib", "it is not installed", hint)]) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, drawing in drawings.items():
-        figure = figures.Figure(
-            figsize=(drawing.width / _DPI, drawing.height / _DPI), facecolor=_colour("surface")
+        hint = "pip install 'hf_actswap[report]'"
+        raise ReportError([Problem("report", "jinja2", "it is not installed", hint)]) from None
+    about, safe = run.about, jinja2.utils.markupsafe.Markup
+    below = [_compared_table(facts.compared), _trials_table(facts), _plan_table(run), _rejected_table(facts)]
+    template = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text: str = template.render(
+        title=f"{about.get('model', 'model')}: swap and recompute",
+        subtitle=_subtitle(about),
+        colours=COLOURS,
+        fate_colour=lambda text: text if text in COLOURS else "base",
+        facts=facts,
+        tiles=_tiles(facts),
+        tables_above=[table for table in [_stages_table(run, facts)] if table.rows],
+        pictures=[
+            {
+                "heading": picture.heading,
+                "caption": picture.caption,
+                "wide": safe(wide.svg("wide")),
+                "narrow": safe(picture.draw(NARROW_PX).svg("narrow")),
+                "titles": [title for title in wide.titles if title],
+            }
+            for picture, wide in pictures
+        ],
+        tables_below=[*(table for table in below if table.rows), _about_table(about)],
+        adjustments=run.plan.adjustments if run.plan is not None else (),
+        config=about.get("config"),
+    )
+    return text + "\n"
+
+
+def _subtitle(about: RunDescription) -> str:
+    parameters = float(about.get("parameters", 0))
+    scaled = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+    ranks = int(about.get("world_size", 1))
+    parts = [
+        f"{about.get('layers', '?')} {about.get('family', '')} layers".replace("  ", " "),
+        f"{scaled} parameters{' on this rank' if ranks > 1 else ''}",
+        str(about.get("device", "")),
+        f"{ranks} rank{'' if ranks == 1 else 's'}, this is rank 0",
+        str(about.get("started", "")),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the main numbers; without a value one is not shown."""
+    found, saved, most = facts.saving, "", ""
+    if found is not None and found.saved_bytes is not None:
+        saved = size_text(found.saved_bytes)
+        most = "" if found.without_peak_bytes is None else f" of {size_text(found.without_peak_bytes)}"
+        most = f"{most} without a plan, {found.source}".strip()
+    share = "of a step" if not facts.step_ms else f"{facts.stall_ms / facts.step_ms:.1%} of a step"
+    peak = "" if facts.peak_bytes is None else size_text(facts.peak_bytes)
+    return [
+        ("Step", "" if facts.step_ms is None else ms_text(facts.step_ms), "median of the last phase"),
+        ("Peak memory", peak, "in use on the device"),
+        ("Saved", saved, most),
+        ("Swapped", size_text(facts.offloaded_bytes), "out and back in each step"),
+        ("Waits for copies", ms_text(facts.stall_ms), share),
+        ("Host memory", size_text(facts.host_bytes), "in use at the most"),
+    ]
+
+
+def _text(value: float | None, write: Callable[[float], str], without: str = _NOT_MEASURED) -> str:
+    return without if value is None else write(value)
+
+
+def _compared_table(compared: Sequence[ComparedQuantity]) -> Table:
+    rows = []
+    for item in compared:
+        if item.predicted or item.measured:
+            write = ms_text if item.unit == "ms" else size_text
+            values = [_text(value, write) for value in (item.predicted, item.measured)]
+            rows.append([item.name.capitalize(), *values, _text(item.ratio, "{:.2f}".format, "")])
+    return Table(
+        "Predicted and measured", ("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3
+    )
+
+
+def _stages_table(run: RecordedRun, facts: RunFacts) -> Table:
+    """Return the table of pipeline stages and the time that equal stages wait; empty without a pipeline."""
+    rows = [
+        [
+            str(number),
+            format_scopes(stage.layers),
+            _text(stage.weight_bytes, size_text),
+            f"{stage.in_flight:g}",
+            _text(stage.peak_bytes, size_text),
+            _text(stage.offloaded_bytes, size_text),
+            _text(stage.stall_ms, ms_text),
+            _text(stage.waiting_share, "{:.1%}".format),
+        ]
+        for number, stage in enumerate(facts.stages)
+    ]
+    sizes = ("Weights", "In flight", "Peak memory", "Swapped", "Waits for copies", "for stages")
+    found, line = run.about.get("stages"), ""
+    if found is not None:
+        line = (
+            f"{found['schedule']}, {found['micro_batches']} micro-batches a step: by the formula equal "
+            f"stages wait {found['bubble_share']:.1%} of it for each other. Measured on one rank of each "
+            "stage."
         )
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set_xlim(0, drawing.width)
-        axes.set_ylim(drawing.height, 0)
-        axes.axis("off")
-        for layer, shape in enumerate(drawing.shapes):
-            _paint(axes, patches, shape, layer)
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=_DPI * _SCALE, facecolor=_colour("surface"))
-        written.append(path)
-    return written
+    return Table("Stages", ("Stage", "Layers", *sizes), rows, 6, line)
 
 
-def _paint(axes: Any, patches: Any, shape: Shape, layer: int) -> None:
-    match shape:
-        case Box():
-            look = {"facecolor": _colour(shape.means), "alpha": shape.opacity, "linewidth": 0}
-            axes.add_patch(
-                patches.Rectangle((shape.x, shape.y), shape.width, shape.height, zorder=layer, **look)
-            )
-        case Area():
-            axes.add_patch(
-                patches.Polygon(list(shape.points), facecolor=_colour(shape.means), linewidth=0, zorder=layer)
-            )
-        case Stroke():
-            xs, ys = zip(*shape.points, strict=True)
-            style = (0, (4, 3)) if shape.dashed else "solid"
-            width = shape.width * _POINTS
-            axes.plot(xs, ys, color=_colour(shape.means), linewidth=width, linestyle=style, zorder=layer)
-        case Label():
-            axes.text(
-                shape.x,
-                shape.y,
-                shape.text.replace("$", r"\$"),
-                color=_colour(shape.means),
-                fontsize=shape.size * _POINTS,
-                ha=_ANCHORS[shape.anchor],
-                va="baseline",
-                fontweight="bold" if shape.bold else "normal",
-                zorder=layer,
-            )
+def _trials_table(facts: RunFacts) -> Table:
+    budget, rows, chosen = facts.budget_bytes, [], None
+    for number, trial in enumerate(facts.trials):
+        steps = trial["steps"]
+        peak = max((step["reserved_peak_bytes"] for step in steps), default=0)
+        evicted = max((step["evicted_bytes"] for step in steps), default=0)
+        fits = budget is None or (peak <= budget and not evicted)
+        chosen = number if trial["chosen"] else chosen
+        rows.append(
+            [
+                str(number + 1),
+                "chosen" if trial["chosen"] else "fits" if fits else "does not fit",
+                _text(trial["predicted_peak_bytes"], size_text, ""),
+                size_text(peak),
+                _text(trial["predicted_step_ms"], ms_text, ""),
+                _text(min((step["step_ms"] for step in steps), default=None), ms_text, ""),
+                size_text(evicted),
+            ]
+        )
+    head = ("Trial", "", "Peak, predicted", "held", "Step, predicted", "measured", "Evicted")
+    remark = "" if budget is None else f"Budget: {size_text(budget)}."
+    return Table("What the planner tried", head, rows, 5, remark, chosen)
 
 
-def _colour(means: str) -> str:
-    return COLOURS[means][0]
+def _plan_table(run: RecordedRun) -> Table:
+    groups = () if run.plan is None else folded_rows(run.plan)
+    rows = [row for rows in groups for row in rows]
+    return Table("Plan", ("Layers", "Op", "Fate", "Prefetch, ops", "Release, ops"), rows, 2)
+
+
+def _rejected_table(facts: RunFacts) -> Table:
+    rows = [[reason, size_text(size)] for reason, size in facts.rejected.items()]
+    return Table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
+
+
+def _about_table(about: RunDescription) -> Table:
+    device_bytes = about.get("device_bytes")
+    rows = {
+        "Device": str(about.get("device", "")) + (f", {size_text(device_bytes)}" if device_bytes else ""),
+        "Weights": size_text(about.get("weight_bytes", 0)),
+        "Planner": str(about.get("planner", "off")),
+        "Started": str(about.get("started", "")),
+        "Versions": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),
+    }
+    return Table("Run", ("", ""), list(rows.items()))

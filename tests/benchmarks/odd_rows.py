@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.harness import serve
 from benchmarks.methods import nothing
 from benchmarks.rows import ROWS, Row
+from benchmarks.runner import serve
 from benchmarks.workloads import TrainingStep
 
 

@@ -15,12 +15,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import gpu_day, harness, suites
+from benchmarks import gpu_day, runner
 from benchmarks.gpu_day import HALF_HOURS, STAGES, Day, Machine, Stage, jobs_of, repeated_jobs
-from benchmarks.harness import FrontierJob, MeasureError, Session, Worker
 from benchmarks.records import Records
 from benchmarks.rows import EAGER, FLASH, ROWS
-from benchmarks.suites import Suite, SuiteRun
+from benchmarks.runner import FrontierJob, MeasureError, Session, Suite, SuiteRun, Worker
 from benchmarks.verdict import COMPARED, COMPARISON, DIFFERENCE, NEAR_EAGER
 from benchmarks.workloads import PRESETS, fitted
 from tests.benchmarks.odd_rows import ODD_ROWS
@@ -265,7 +264,7 @@ def test_tests_that_fail_hang_or_die_end_nothing(
 ) -> None:
     path = tmp_path / "test_odd.py"
     path.write_text(TESTS, encoding="utf-8")
-    monkeypatch.setattr(suites, "TEST_LIMIT_S", 3.0)
+    monkeypatch.setattr(runner, "TEST_LIMIT_S", 3.0)
     run_tests(path, processes)
     found = {name.removeprefix("test odd test_"): line for name, line in lines_in(folder).items()}
     assert {name: line["status"] for name, line in found.items()} == {
@@ -333,7 +332,7 @@ def with_odd_rows(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 def test_rows_that_go_wrong_do_not_end_a_stage(
     folder: Path, with_odd_rows: Callable[[Day], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "LEAST_LIMIT_S", 8.0)
+    monkeypatch.setattr(runner, "LEAST_LIMIT_S", 8.0)
     names = ("eager", "raises", "hangs", "dies", "goes on")
     monkeypatch.setitem(gpu_day.STAGES, 3, Stage("odd", 200, rows=(("7b-8k", names),)))
     day = Day(Machine("cpu", "cpu"), options())

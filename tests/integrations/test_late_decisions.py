@@ -96,7 +96,7 @@ def test_the_bar_hears_when_host_memory_is_ready(
     caplog.set_level(logging.INFO)
     make_trainer(AUTO, model=overlapping, max_steps=4).train()
     (ready,) = [record for record in caplog.records if "of host memory ready after" in record.getMessage()]
-    assert ready.name == "hf_actswap.report.bars"
+    assert ready.name == "hf_actswap.report.console"
 
 
 def test_on_the_cpu_the_first_step_decides(

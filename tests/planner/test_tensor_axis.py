@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.parallel_table import Llama, Setting, tensor_axis_bytes
 from hf_actswap.cli.plan_request import ModelRequest
 from hf_actswap.cli.step import StepShape, profile_of
 from hf_actswap.cli.subject import AnalysedModel, subject
@@ -17,9 +16,22 @@ from hf_actswap.config import load_config
 from hf_actswap.planner.cost.tensor_axis import Exchange, exchanged, tensor_axis
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.devices import Fabric, device_rates
+from tests.planner.tensor_axis_formulas import Llama, Setting, tensor_axis_bytes
+from tests.planner.tensor_axis_worker import CASES, RANKS, run_on_rank
+from tests.processes import launched, result
 
 TOKENS = 512
 FABRIC = Fabric("a test", bytes_per_ms=1000.0, latency_ms=0.5)
+
+exchanged_by_processes = launched(run_on_rank, RANKS, 150)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_the_formulas_are_what_processes_exchange(name: str, exchanged_by_processes: Path) -> None:
+    expected = tensor_axis_bytes(CASES[name].model, CASES[name].setting)
+    for rank in range(RANKS):
+        assert result(exchanged_by_processes, name, rank) == expected
 
 
 def divided(
@@ -49,12 +61,11 @@ def divided(
         pytest.param(4, False, 1, marks=pytest.mark.slow),
     ],
 )
-def test_bytes_are_those_of_the_paper_table(
+def test_bytes_are_those_of_the_formulas(
     ranks: int, sequence_parallel: bool, kv_heads: int, tmp_path: Path
 ) -> None:
-    """Which `tests/benchmarks/test_parallel_table.py` holds against what real processes exchange."""
     sizes = Llama(64, 96, 2, 8, kv_heads, 8, 64)
-    expected = tensor_axis_bytes(sizes, Setting(ranks, 1, sequence_parallel, TOKENS, 2, 4))
+    expected = tensor_axis_bytes(sizes, Setting(ranks, sequence_parallel, TOKENS, 2, 4))
     for found, profile in divided(tmp_path, ranks, sequence_parallel, kv_heads):
         counted: Counter[tuple[str, str]] = Counter()
         for item in tensor_axis(found.model, found.shape, profile):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from hf_actswap.plan.actions import COMPILE_BUDGET
 from hf_actswap.planner.plan_file import MadeFor, read_plan, write_plan
 from hf_actswap.planner.profile import FrontierPoint
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.report.run_files import ReportError
+from hf_actswap.report.run_facts import prediction_of, run_facts
+from hf_actswap.report.run_files import ReportError, read_run
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import MODELS, recorded
@@ -259,9 +261,14 @@ def fuzz_record(name: str, run: Path, seeds: range, folder: Path) -> None:
     target = folder / "actswap" / name
     text = target.read_text()
 
+    accepted = count()
+
     def reported(altered: str, _: Path) -> None:
         target.write_text(altered, errors="surrogatepass")
-        write_report(folder)
+        found = read_run(folder)
+        run_facts(found, prediction_of(found))
+        if next(accepted) % 8 == 0:  # drawing takes a hundred times as long as reading
+            write_report(folder)
 
     one = of_steps if name.endswith("l") else damaged
     rejected = outcomes(reported, lambda dice: one(text, dice), (ReportError, PlanError), seeds, target)

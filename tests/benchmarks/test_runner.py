@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import (
+from benchmarks.methods import actswap, nothing
+from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
+from benchmarks.rows import EAGER, ROWS, Row
+from benchmarks.runner import (
     COMPILE_AGAIN_S,
     COMPILE_S,
     LEAST_LIMIT_S,
@@ -26,9 +29,6 @@ from benchmarks.harness import (
     frontier_jobs,
     longest_jobs,
 )
-from benchmarks.methods import actswap, nothing
-from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
-from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.workloads import PRESETS, Workload
 from hf_actswap.rehearsal.launch import SETTINGS
 

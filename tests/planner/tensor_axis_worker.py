@@ -1,4 +1,4 @@
-"""What each process of the paper table's test counts: small patched Llamas."""
+"""What each process of the tensor axis's test counts: small patched Llamas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.parallel_peer import Collectives, SavedBytes
-from benchmarks.parallel_table import Llama, Setting
+from benchmarks.parallel_peer import Collectives
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
+from tests.planner.tensor_axis_formulas import Llama, Setting
 from tests.processes import run_cases
 
 RANKS, BATCH, LENGTH = 2, 2, 16
@@ -34,7 +34,7 @@ def case(model: Llama, dtype: torch.dtype, sequence_parallel: bool, reduces_in_f
     """Return the case of a dtype."""
     size = dtype.itemsize
     reduce_bytes = torch.float32.itemsize if reduces_in_float32 else size
-    return Case(model, Setting(RANKS, 1, sequence_parallel, TOKENS, size, reduce_bytes))
+    return Case(model, Setting(RANKS, sequence_parallel, TOKENS, size, reduce_bytes))
 
 
 CASES = {
@@ -47,53 +47,32 @@ CASES = {
 }
 
 
-@dataclass
-class Counted:
-    """What one rank counted: parameters, bytes that the second layer saves, bytes of collectives."""
-
-    parameters: int
-    layer_bytes: int
-    collective_bytes: dict[tuple[str, str], int]
-
-
-def count(of: Case, group: dist.ProcessGroup | None) -> Counted:
-    """Run one step of the model, and one of the same with a layer less."""
+def count(of: Case, group: dist.ProcessGroup | None) -> dict[tuple[str, str], int]:
+    """Run one step; return the bytes of this rank's collectives, by phase and kind."""
     setting = of.setting
-    saved, seen, parameters = [], Collectives(), 0
-    for layers in (of.model.layers - 1, of.model.layers):
-        model = _model(of.model, layers, setting)
-        config = ParallelConfig(
-            tensor_parallel_size=RANKS, sequence_parallel_enabled=setting.sequence_parallel
-        )
-        lean = setting.reduce_bytes == setting.size_bytes
-        patch_model(model, config, group, reduce_dtype=None if lean else torch.float32)
-        ids = torch.randint(
-            0, of.model.vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
-        )
-        watched = SavedBytes(model.parameters())
-        with watched.hooks():
-            loss = model(input_ids=ids, labels=ids).loss
+    model = _model(of.model, setting)
+    config = ParallelConfig(tensor_parallel_size=RANKS, sequence_parallel_enabled=setting.sequence_parallel)
+    lean = setting.reduce_bytes == setting.size_bytes
+    patch_model(model, config, group, reduce_dtype=None if lean else torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, of.model.vocabulary, (BATCH, LENGTH), generator=generator)
+    seen = Collectives()
+    with seen.telling_regathers(), seen:
+        loss = model(input_ids=ids, labels=ids).loss
+        seen.phase = "backward"
         loss.backward()
-        saved.append(watched.total_bytes())
-        model.zero_grad()
-        seen = Collectives()
-        with seen.telling_regathers(), seen:
-            loss = model(input_ids=ids, labels=ids).loss
-            seen.phase = "backward"
-            loss.backward()
-            seen.phase = "after backward"
-            allreduce_sequence_parallel_gradients(model, group)
-        parameters = sum(p.numel() for p in model.parameters())
-    return Counted(parameters, saved[1] - saved[0], dict(seen.whole_bytes))
+        seen.phase = "after backward"
+        allreduce_sequence_parallel_gradients(model, group)
+    return dict(seen.whole_bytes)
 
 
-def _model(sizes: Llama, layers: int, setting: Setting) -> LlamaForCausalLM:
+def _model(sizes: Llama, setting: Setting) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.inner,
-        num_hidden_layers=layers,
+        num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_size,

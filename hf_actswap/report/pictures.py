@@ -1,0 +1,439 @@
+"""The pictures of a run's report, each in any width.
+
+* Memory over a step, by fate: stacked, measured or predicted.
+* The timeline of one step, measured: compute, copies out, copies in, and where compute waited.
+* Bytes by layer and op: the colour of a cell is its fate, and it is stronger for more bytes.
+* Time and loss of the steps that a training logged, with the planner's phases marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ..engine.step_watch import ComputePart, StepMemory, StepTimeline
+from ..plan import MemoryPlan
+from ..plan.actions import SCOPES, Scope, layer_order
+from ..planner.cost.simulate import fates_of
+from ..planner.profile import Prediction, Profile
+from .chart import Box, Chart, Entry, light, text_width
+from .run_facts import byte_unit, ms_text, size_text
+from .run_files import LoggedStep
+from .saving import Saving
+
+_NARROW_BELOW_PX = 600
+"""Pictures below this width have their texts above the boxes that they name."""
+
+
+def _part_boxes(parts: Iterable[ComputePart], y: float, height: float) -> Iterator[Box]:
+    """Yield the parts of compute as boxes, with a colour for the phase."""
+    for part in parts:
+        if part.phase == "waiting":
+            continue
+        where = "outside the layers" if part.layer is None else f"layer {part.layer}"
+        what = "optimizer and the rest" if part.phase == "outside" else f"{part.phase}, {where}"
+        length_ms = part.end_ms - part.start_ms
+        opacity = 1.0 if part.layer is not None else 0.55
+        title = f"{what}: {ms_text(length_ms)}"
+        yield Box(part.start_ms, y, length_ms, height, part.phase, title, opacity)
+
+
+def _add_parts(chart: Chart, parts: Sequence[ComputePart], y: float, height: float, above: bool) -> None:
+    """Draw the parts of compute, with the number of the layer where it fits."""
+    chart.add(_part_boxes(parts, y, height), above)
+    left, right = chart.axes.get_xlim()
+    coordinates = chart.axes.get_xaxis_transform() if above else "data"
+    for part in parts:
+        wide = (part.end_ms - part.start_ms) / (right - left) * chart.px
+        if part.layer is not None and part.phase != "waiting" and text_width(str(part.layer), 10) + 4 <= wide:
+            middle = (part.start_ms + part.end_ms) / 2
+            chart.write(str(part.layer), middle, y + height / 2, "ink", fontsize=10, xycoords=coordinates)
+
+
+LAYERS = (
+    ("base", "weights, optimizer, what was there before"),
+    ("keep", "kept for backward"),
+    ("swap", "swapped, while on the device"),
+    ("recompute", "the rest: run again, temporary, gradients"),
+)
+_PREDICTED_LAYERS = (
+    ("base", "weights, optimizer, gradients, temporary"),
+    ("keep", "kept for backward"),
+    ("swap", "swapped, while on the device"),
+    ("recompute", "run again"),
+)
+_MOST_POINTS = 600
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """The data of a chart of memory over a step: areas on top of each other.
+
+    Args:
+        title: title of the picture.
+        entries: meaning and text of each area, from the bottom up.
+        points: (ms, bytes of each area), in order of time.
+        parts: what compute does; may be empty.
+        end_ms: time at which the step ends.
+        budget_bytes: the memory budget; ``None``: none is drawn.
+        peak_bytes: the allocator's peak, which may be above the points; ``None``: not known.
+        saving: gives the peak without a plan; ``None``: not known.
+    """
+
+    title: str
+    entries: Sequence[Entry]
+    points: Sequence[tuple[float, tuple[int, int, int, int]]]
+    parts: Sequence[ComputePart]
+    end_ms: float
+    budget_bytes: int | None = None
+    peak_bytes: int | None = None
+    saving: Saving | None = None
+
+    @property
+    def peak(self) -> tuple[float, int]:
+        """Time (ms) and bytes of the highest point."""
+        ms, sizes = max(self.points, key=lambda point: sum(point[1]))
+        return ms, sum(sizes)
+
+    @property
+    def limits(self) -> list[tuple[int, str, str]]:
+        """Lines across the picture: bytes, meaning (`COLOURS`), text. The highest comes first."""
+        most, budget, seen, saving = self.peak[1], self.budget_bytes, self.peak_bytes, self.saving
+        found = []
+        if budget and budget < 2 * most:
+            found.append((budget, "stall", f"budget {size_text(budget)}"))
+        if seen and seen > 1.02 * most:
+            found.append((seen, "muted", f"allocator's peak {size_text(seen)}"))
+        if saving is not None and saving.saved_bytes and saving.without_peak_bytes:
+            without = f"{saving.at_most}{size_text(saving.without_peak_bytes)}"
+            found.append((saving.without_peak_bytes, "ink", f"without a plan {without}"))
+        return sorted(found, reverse=True)
+
+
+def measured_curve(
+    memory: StepMemory,
+    budget_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    saving: Saving | None = None,
+) -> MemoryCurve:
+    """Return the curve of a measured step; bytes not kept, swapped or in use before it are the rest."""
+    points = []
+    for sample in memory.samples:
+        base = min(memory.start_bytes, max(sample.total_bytes - sample.kept_bytes - sample.swapped_bytes, 0))
+        rest = max(sample.total_bytes - base - sample.kept_bytes - sample.swapped_bytes, 0)
+        points.append((sample.ms, (base, sample.kept_bytes, sample.swapped_bytes, rest)))
+    title, known = "Memory over a step, measured", (budget_bytes, peak_bytes, saving)
+    return MemoryCurve(title, LAYERS, points, memory.parts, memory.step_ms, *known)
+
+
+def predicted_curve(
+    prediction: Prediction, budget_bytes: int | None = None, saving: Saving | None = None
+) -> MemoryCurve:
+    """Return the curve of a predicted step."""
+    points = [
+        (point.ms, (point.base_bytes, point.kept_bytes, point.swapped_bytes, point.rebuilt_bytes))
+        for point in prediction.memory
+    ]
+    turn_ms, end_ms = prediction.forward_end_ms, max(ms for ms, _ in points)
+    parts = (ComputePart("forward", None, 0.0, turn_ms), ComputePart("backward", None, turn_ms, end_ms))
+    title, known = "Memory over a step, predicted", (budget_bytes, None, saving)
+    return MemoryCurve(title, _PREDICTED_LAYERS, points, parts, prediction.step_ms, *known)
+
+
+def memory_chart(curve: MemoryCurve, width: float) -> Chart:
+    """Draw memory over a step.
+
+    Args:
+        curve: the data, with at least one point.
+        width: width in px.
+    """
+    (peak_ms, peak_bytes), limits = curve.peak, curve.limits
+    unit, unit_bytes = byte_unit(peak_bytes)
+    peak_text = f"peak {size_text(peak_bytes)}"
+    title = f"{curve.title}: {', '.join([peak_text, *(text for _, _, text in limits)])}"
+    lines = [(means, text) for _, means, text in limits]
+    height = 190.0 if width < _NARROW_BELOW_PX else 260.0
+    chart = Chart(width, height, title, curve.entries, lines, below=60)
+    axes, points = chart.axes, _thinned(curve.points)
+    end_ms = max(curve.end_ms, points[-1][0])
+    most = max([peak_bytes, *(size for size, _, _ in limits)]) / unit_bytes * 1.08
+    chart.ranges((0, end_ms), (0, most), "both")
+    edges = [*(ms for ms, _ in points), end_ms]
+    below = [0.0] * len(points)
+    for number, (means, text) in enumerate(curve.entries):
+        sizes = [sizes[number] for _, sizes in points]
+        heights = [base + size / unit_bytes for base, size in zip(below, sizes, strict=True)]
+        chart.add_area(heights, edges, below, means, f"{text}: {size_text(max(sizes))} at most")
+        below = heights
+    for size, means, _ in limits:
+        axes.axhline(size / unit_bytes, color=light(means), linewidth=1.5, linestyle="--")
+    chart.write(unit, 0, most, ha="right", va="bottom", offset=(-5, 8))
+    axes.plot([peak_ms, peak_ms], [peak_bytes / unit_bytes, most], color=light("ink"), linewidth=1)
+    side = "right" if peak_ms > end_ms / 2 else "left"
+    chart.write(peak_text, peak_ms, most, "ink", ha=side, va="bottom", offset=(0, 3), fontweight="bold")
+    _add_parts(chart, curve.parts, -20 / height, 15 / height, above=True)
+    axes.tick_params(axis="x", pad=25)
+    chart.label_x("ms since the step began")
+    return chart
+
+
+def _thinned(
+    points: Sequence[tuple[float, tuple[int, int, int, int]]],
+) -> list[tuple[float, tuple[int, int, int, int]]]:
+    """Return the highest point of each of `_MOST_POINTS` intervals."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    size = -(-len(points) // _MOST_POINTS)
+    runs = (points[at : at + size] for at in range(0, len(points), size))
+    return [(part[0][0], max(part, key=lambda point: sum(point[1]))[1]) for part in runs]
+
+
+_TIMELINE_LEGEND = (
+    ("forward", "forward, by layer"),
+    ("backward", "backward, by layer"),
+    ("outside", "optimizer and the rest"),
+    ("swap", "copy to the host"),
+    ("in", "copy back"),
+    ("stall", "compute waits for a copy"),
+)
+_LANES = ("compute", "waits", "copies out", "copies in")
+
+
+def timeline_chart(timeline: StepTimeline, width: float) -> Chart:
+    """Draw compute, waits and copies of a step over time.
+
+    Args:
+        timeline: the measured step.
+        width: width in px.
+    """
+    title = "Timeline of a step: compute, copies, waits"
+    chart = Chart(width, 32.0 * len(_LANES), title, _TIMELINE_LEGEND, left=78, above=8)
+    chart.ranges((0, timeline.step_ms), (len(_LANES), 0), "x")
+    chart.axes.set_yticks([lane + 0.5 for lane in range(len(_LANES))], _LANES)
+    _add_parts(chart, timeline.compute, 0.12, 0.76, above=False)
+    least_ms = 0.8 * timeline.step_ms / chart.px  # wide enough to be seen
+    boxes = []
+    for stall in timeline.stalls:
+        title = (
+            f"waits {ms_text(stall.length_ms)} for {_name(stall.scope, stall.op_path)} ({stall.direction})"
+        )
+        boxes.append(Box(stall.start_ms, 1.12, max(stall.length_ms, least_ms), 0.76, "stall", title))
+    for copy in timeline.copies:
+        length_ms = copy.end_ms - copy.start_ms
+        rate = f", {copy.size_bytes / length_ms / 1e6:.1f} GB/s" if length_ms > 0 else ""
+        title = f"{_name(copy.scope, copy.op_path)}: {size_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
+        lane, means = (2.12, "swap") if copy.direction == "out" else (3.12, "in")
+        boxes.append(Box(copy.start_ms, lane, max(length_ms, least_ms), 0.76, means, title))
+    chart.add(boxes)
+    chart.label_x("ms since the step began")
+    return chart
+
+
+def _name(scope: object, op_path: str) -> str:
+    place = f"layer {scope}" if isinstance(scope, int) else str(scope or "")
+    return ", ".join(part for part in (place, op_path) if part) or "unnamed"
+
+
+Cells = Mapping[tuple[str, Scope], Mapping[str, int]]
+"""Bytes by fate, for each (op path, scope)."""
+
+_FATES_LEGEND = (("keep", "kept"), ("swap", "swapped"), ("recompute", "run again in backward"))
+_MOST_ROWS = 24
+_REST = "all others"
+
+
+def planned_cells(profile: Profile, plan: MemoryPlan) -> Cells:
+    """Return the bytes that autograd saves without a plan, by the fate that they have under ``plan``."""
+    found: defaultdict[tuple[str, Scope], Counter[str]] = defaultdict(Counter)
+    for storage, fate in zip(profile.saved.storages, fates_of(profile, plan), strict=True):
+        first = next((use for use in storage.uses if use.kind == "saved"), None)
+        if first is None or fate == "unsaved":
+            continue
+        scope, path, _ = first.producer
+        if scope is not None:
+            found[path or "everything", scope][fate] += storage.size_bytes
+    return found
+
+
+def swapped_cells(timeline: StepTimeline) -> Cells:
+    """Return the bytes swapped in a measured step, by op path and scope of the plan's rows."""
+    found: defaultdict[tuple[str, Scope], Counter[str]] = defaultdict(Counter)
+    for copy in timeline.copies:
+        if copy.direction == "out" and copy.scope is not None:
+            found[copy.op_path or "everything", copy.scope]["swap"] += copy.size_bytes
+    return found
+
+
+def bytes_chart(cells: Cells, width: float) -> Chart:
+    """Draw bytes by op and layer: a row for each op, the largest first, and a column for each layer.
+
+    Args:
+        cells: the bytes; at least one entry.
+        width: width in px.
+    """
+    rows, columns, narrow = _rows(cells), _columns(cells), width < _NARROW_BELOW_PX
+    fates = {fate for sizes in cells.values() for fate in sizes}
+    legend = _FATES_LEGEND[1:2] if fates == {"swap"} else _FATES_LEGEND
+    left, right = (8.0, 8.0) if narrow else (max(text_width(name) for name, _ in rows) + 12, 84.0)
+    pitch = 36.0 if narrow else 20.0
+    sides: dict[str, Any] = {"left": left, "right": right, "above": 24, "below": 8}
+    chart = Chart(width, pitch * len(rows), "Bytes by layer and op", legend, **sides)
+    chart.ranges((0, len(columns)), (len(rows), 0), "both")
+    chart.axes.grid(False)
+    chart.axes.set_yticks([])
+    chart.axes.tick_params(axis="x", top=True, labeltop=True, labelbottom=False)
+    chart.axes.set_xticks(*_column_names(columns, chart.px / len(columns)))
+    most = max(sum(sizes.values()) for _, by_scope in rows for sizes in by_scope.values())
+    height, boxes = 18 / pitch, list[Box]()
+    for number, (name, by_scope) in enumerate(rows):
+        total = size_text(sum(sum(sizes.values()) for sizes in by_scope.values()))
+        y = number + 0.2 if narrow else number + 0.5
+        chart.write(name, 0, y, "ink", ha="left" if narrow else "right", offset=(0 if narrow else -8, 0))
+        far: dict[str, Any] = {"ha": "right"} if narrow else {"ha": "left", "offset": (8, 0)}
+        chart.write(total, len(columns), y, **far)
+        for column, scope in enumerate(columns):
+            place = (column, number + 1 - height, height)
+            boxes += _cell(by_scope.get(scope, {}), *place, most, f"{scope} {name}")
+    chart.add(boxes)
+    return chart
+
+
+def _cell(sizes: Mapping[str, int], x: float, y: float, height: float, most: int, name: str) -> Iterator[Box]:
+    """Yield the boxes of a cell; several fates in it share its width."""
+    width = 0.96
+    yield Box(x, y, width, height, "grid", opacity=0.45)
+    total = sum(sizes.values())
+    for fate, size_bytes in sizes.items():
+        share = width * size_bytes / total if total else 0.0
+        means = fate if fate in ("keep", "swap", "recompute") else "stall"
+        title = f"layer {name}: {size_text(size_bytes)} {fate}"
+        yield Box(x, y, share, height, means, title, 0.25 + 0.75 * total / most if most else 1.0)
+        x += share
+
+
+def _column_names(columns: Sequence[Scope], cell_px: float) -> tuple[list[float], list[str]]:
+    """Return places and names of the columns, as many as fit."""
+    every = max(1, math.ceil((text_width(str(len(columns))) + 6) / cell_px))
+    found: list[tuple[float, str]] = []
+    for number, scope in enumerate(columns):
+        if isinstance(scope, int):
+            if number % every == 0:
+                found.append((number + 0.5, str(scope)))
+        else:
+            found.append((number + 0.5, scope if text_width(scope) < cell_px else scope[0].upper()))
+    return [at for at, _ in found], [name for _, name in found]
+
+
+def _columns(cells: Cells) -> list[Scope]:
+    met = {scope for _, scope in cells}
+    layers = sorted((scope for scope in met if scope not in SCOPES), key=layer_order)
+    around: list[Scope] = [name for name in SCOPES if name in met]
+    before: list[Scope] = ["embedding"] if "embedding" in around else []
+    return [*before, *layers, *(name for name in around if name != "embedding")]
+
+
+def _rows(cells: Cells) -> list[tuple[str, dict[Scope, Mapping[str, int]]]]:
+    """Return the rows of ops, the largest first; if there are too many, the last row joins the others."""
+    totals: Counter[str] = Counter()
+    for (op, _), sizes in cells.items():
+        totals[op] += sum(sizes.values())
+    names = [op for op, _ in totals.most_common()]
+    shown = names if len(names) <= _MOST_ROWS else names[: _MOST_ROWS - 1]
+    merged: dict[str, dict[Scope, Counter[str]]] = {name: {} for name in shown}
+    for (op, scope), sizes in cells.items():
+        name = op if op in merged or op in shown else _REST
+        merged.setdefault(name, {}).setdefault(scope, Counter()).update(sizes)
+    return [(name, dict(by_scope)) for name, by_scope in merged.items()]
+
+
+_CUT = 4.0
+"""Times above this many medians are cut off, so that a first step of a minute does not flatten the rest."""
+
+
+def steps_chart(steps: Sequence[LoggedStep], width: float) -> Chart:
+    """Draw the time of a step over the training.
+
+    Args:
+        steps: lines of the record, at least one.
+        width: width in px.
+    """
+    times = [float(line["step_ms"]) for line in steps]
+    unit_ms, unit = (1e3, "s") if median(times) > 10_000 else (1.0, "ms")
+    values = [ms / unit_ms for ms in times]
+    most = min(max(values), _CUT * median(values))
+    texts = [f"{value:,.1f} {unit}" for value in values]
+    return _curve("Time of a step over the training", steps, values, (0.0, most), texts, unit, width)
+
+
+def with_loss(steps: Sequence[LoggedStep]) -> list[tuple[LoggedStep, float]]:
+    """Return the lines with a loss, and the loss; a loss that is not a number becomes NaN."""
+    found = ((line, line.get("loss")) for line in steps if "loss" in line)
+    return [(line, float(loss) if isinstance(loss, int | float) else math.nan) for line, loss in found]
+
+
+def loss_chart(steps: Sequence[LoggedStep], width: float) -> Chart:
+    """Draw the loss over the training.
+
+    Args:
+        steps: lines of the record, at least one of them with a finite loss (`with_loss`).
+        width: width in px.
+    """
+    lines, losses = zip(*with_loss(steps), strict=True)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    title = f"Loss over the training: from {losses[0]:.4g} to {losses[-1]:.4g}"
+    texts = [f"loss {loss:.4g}" for loss in losses]
+    return _curve(title, lines, losses, (min(finite), max(finite)), texts, "", width)
+
+
+def _curve(
+    title: str,
+    steps: Sequence[LoggedStep],
+    values: Sequence[float],
+    ends: tuple[float, float],
+    texts: Sequence[str],
+    unit: str,
+    width: float,
+) -> Chart:
+    """Draw a line with a point for each step; points above ``ends[1]`` or not finite are red, at the top."""
+    least, most = ends
+    height = 126.0
+    chart = Chart(width, height, title)
+    numbers = [float(line["step"]) for line in steps]
+    first, last = min(numbers), max(numbers)
+    room = (last - first or 1.0) * 6 / chart.px
+    chart.ranges((first - room, last + room), (least, most + (most - least) * 0.1), "y")
+    chart.axes.locator_params(axis="x", nbins=max(3, int(chart.px // 70)), integer=True)
+    (left, right), (bottom, top) = chart.axes.get_xlim(), chart.axes.get_ylim()
+    chart.write(unit, left, top, ha="right", va="bottom", offset=(-5, 6))
+    _add_phases(chart, steps, top)
+    within = [math.isfinite(value) and value <= most for value in values]
+    heights = [value if fits else most for value, fits in zip(values, within, strict=True)]
+    chart.axes.plot(numbers, heights, color=light("keep"), linewidth=2)
+    wide, high = 5 * (right - left) / chart.px, 5 * (top - bottom) / height
+    points = []
+    for x, y, fits, text in zip(numbers, heights, within, texts, strict=True):
+        told = f"step {x:,.0f}: {text}{'' if fits else ' (beyond the picture)'}"
+        points.append(Box(x - wide / 2, y - high / 2, wide, high, "keep" if fits else "stall", told))
+    chart.add(points)
+    chart.label_x("step")
+    return chart
+
+
+def _add_phases(chart: Chart, steps: Sequence[LoggedStep], top: float) -> None:
+    left, right = chart.axes.get_xlim()
+    phase, free = "", left
+    for line in steps:
+        if line.get("phase", "") == phase:
+            continue
+        phase, at = str(line.get("phase", "")), float(line["step"])
+        chart.axes.axvline(at, color=light("muted"), linewidth=1, linestyle="--")
+        wide = (text_width(phase) + 8) * (right - left) / chart.px
+        fits = at + wide <= right
+        if phase and (at if fits else at - wide) >= free:
+            side = {"ha": "left", "offset": (2, 3)} if fits else {"ha": "right", "offset": (-2, 3)}
+            chart.write(phase, at, top, "ink", va="bottom", **side)
+            free = at + wide

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 
-from .reader import show
+from .validation import show
 
 _REFERENCE_SEPARATOR = "\\."
 _QUANTIFIERS = frozenset("*+?{")

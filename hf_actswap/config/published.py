@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypedDict
 
 from ..errors import ConfigError, Problem
 from ..version import __version__
+from .documents import JsonDocument, read_text
 from .hub import CONFIG_FILE_NAME, PushOptions, upload
-from .json_documents import JsonReader, read_text
 
 PLAN_FILE_NAME = "plan.json"
 MAX_PLAN_BYTES = 16 * 1024 * 1024
@@ -97,12 +97,12 @@ def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], d
             raise ConfigError([problem]) from None
     else:
         name, text = "a plan", plan.to_json()
-    reader = JsonReader(text, "plan", ConfigError, name)
-    reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
-    reader.read(_CardFacts, ("plan",), reader.document)
-    reader.finish()
+    document = JsonDocument(text, "plan", ConfigError, name)
+    document.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
+    document.read(_CardFacts)
+    document.finish()
     files[PLAN_FILE_NAME] = text
-    return files, reader.document
+    return files, document.content
 
 
 def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_model: str | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, Problem
-from .reader import Path, show, where
+from .validation import Path, show, where
 
 MAX_TEXT_BYTES = 256 * 1024
 """Largest document: ten times the longest published one of MindFormers, and read in less than a second."""

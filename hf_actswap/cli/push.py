@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from ..config import load_config
 from ..config.documents import JsonDocument, read_text
-from ..config.published import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..config.hub import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import load_plan
 from . import options

@@ -14,9 +14,19 @@ from typing import Annotated, Any, Literal
 from pydantic import TypeAdapter
 
 from ..errors import ConfigError, Problem, short_traceback
-from . import published
 from .documents import read_text
-from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
+from .hub import (
+    CONFIG_FILE_NAME,
+    PLAN_FORMAT,
+    HubFile,
+    HubOptions,
+    PlanSource,
+    PushOptions,
+    fetch,
+    publish,
+    save,
+    split_hub_id,
+)
 from .keys import (
     FOREIGN_SECTIONS,
     KEYS_OF_SECTIONS,
@@ -26,7 +36,6 @@ from .keys import (
     ignored_key_note,
 )
 from .memory_section import check_fates, read_memory
-from .published import PLAN_FORMAT, PlanSource
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 from .sections import (
     MODEL_CONFIG,
@@ -145,7 +154,7 @@ class ActSwapConfig:
             ConfigError: ``plan`` is no plan.
             OSError: the folder cannot be written, or there is no access to the Hub.
         """
-        published.save(folder, self.to_yaml(), plan)
+        save(folder, self.to_yaml(), plan)
         if not push_to_hub:
             return None
         return self.push_to_hub(repo_id or os.path.basename(os.path.abspath(folder)), plan=plan, **push)
@@ -183,7 +192,7 @@ class ActSwapConfig:
             OSError: no access or no network.
         """
         options = PushOptions(private, token, revision, create_pr, commit_message, commit_description)
-        return published.push(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
+        return publish(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
 
 
 @short_traceback

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, Predicate
 from pydantic import Strict
 
 from ..config.documents import Bytes, Count, JsonDocument, is_share
-from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..config.hub import PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..config.validation import Expected
 from ..errors import PlanError
 from .fingerprint import Fingerprint

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..config.documents import Bytes, Count, JsonDocument, Ms, read_text, write_whole
-from ..config.published import MAX_PLAN_BYTES
+from ..config.hub import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.fingerprint import fingerprint_of

@@ -147,17 +147,17 @@ def _of(kind: TypeAdapter[Any]) -> Schema:
 
 
 def _plain(schema: Any, definitions: Mapping[str, Schema]) -> Any:
-    """Return a schema with its definitions written out, and without the titles that pydantic invents."""
+    """Return a schema with its definitions written out, without texts of pydantic, whose versions differ."""
     if isinstance(schema, list):
         return [_plain(item, definitions) for item in schema]
     if not isinstance(schema, dict):
-        return schema
+        return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
     if "$ref" in schema:
         return _plain(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     return {
         key: _plain(item, definitions)
         for key, item in schema.items()
-        if key not in ("title", "default") and item not in (2**63 - 1, 1 - 2**63)
+        if key not in ("title", "default", "description") and item not in (2**63 - 1, 1 - 2**63)
     }
 
 

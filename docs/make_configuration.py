@@ -9,7 +9,6 @@ Units, examples and links stand below. What lies between two markers of the page
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     TileConfig,
     load_config,
 )
+from hf_actswap.config.editor_schema import documented  # noqa: E402
 from hf_actswap.config.keys import (  # noqa: E402  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
@@ -169,14 +169,9 @@ LINKS: Mapping[str, str] = {
 _ENTRY = {"layer_swap": {"backward_prefetch": 1, "layers": True}}
 _ENTRY["op_swap"] = {"op_name": "attention", **_ENTRY["layer_swap"]}
 _ENTRY["tile"] = {"op_name": "feed_forward"}
-_ARGUMENT = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z|^$)", re.MULTILINE | re.DOTALL)
+
+
 _BLOCK = re.compile(r"(<!-- from the schema: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def documented(section: type) -> dict[str, str]:
-    """Return what a dataclass says about each of its keys, on one line each."""
-    arguments = (inspect.getdoc(section) or "").partition("Args:\n")[2]
-    return {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
 
 
 def document_with(section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,14 +46,12 @@ class Faults:
 
     Args:
         status: every answer.
-        etag: tag of every file.
         no_size: no file has a size.
         redirect_to: another server, which has the files.
         moves_on: whenever a file of a branch was downloaded, the branch gets an empty one.
     """
 
     status: int | None = None
-    etag: str | None = None
     no_size: bool = False
     redirect_to: str | None = None
     moves_on: bool = False
@@ -176,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.server_hub.faults
         headers = {
             "X_Repo_Commit": commit,
-            "ETag": f'"{faults.etag or hashlib.sha1(content).hexdigest()}"',
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
         }
         if faults.redirect_to is not None:
             headers["X_Linked_Size"] = str(len(content))

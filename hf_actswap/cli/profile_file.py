@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..config.json_documents import Count, JsonReader, read_text, write_whole
+from ..config.documents import Count, JsonDocument, read_text, write_whole
 from ..config.sizes import device_kind
 from ..errors import ActSwapError, PlanError, Problem
 from ..planner.profile import Profile
@@ -183,6 +183,8 @@ def read_profile(path: str) -> ProfileFile:
     except OSError as error:
         expected = "a file that `hf-actswap profile --output` has written"
         raise ProfileError([Problem(path, expected, error.strerror or str(error))]) from None
-    reader = JsonReader(text, "profile", PlanError, path)
-    made_for: ProfileOrigin = reader.value(ProfileOrigin, "made_for") if "made_for" in reader.document else {}
-    return ProfileFile(path, profile_from_document(reader), made_for)
+    document = JsonDocument(text, "profile", PlanError, path)
+    made_for: ProfileOrigin = {}
+    if "made_for" in document.content:
+        made_for = document.read(ProfileOrigin, "made_for")
+    return ProfileFile(path, profile_from_document(document), made_for)

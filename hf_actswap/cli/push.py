@@ -10,8 +10,8 @@ import typer
 from rich.console import RenderableType
 
 from ..config import load_config
-from ..config.json_documents import JsonReader, read_text
-from ..config.published import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..config.documents import JsonDocument, read_text
+from ..config.hub import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import load_plan
 from . import options
@@ -98,7 +98,7 @@ def push(
 def _reject_plan(name: str) -> None:
     """Raise `PushError` if ``name`` is a plan: training arguments ignore a repository with a plan alone."""
     try:
-        JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
+        JsonDocument(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
             PLAN_FORMAT, PLAN_FORMAT_VERSION
         )
     except (OSError, PlanError):

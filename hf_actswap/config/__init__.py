@@ -3,17 +3,18 @@
 In: YAML text, a mapping, a file, a folder, a Hub id, or ``auto`` (`load_config`).
 Out: an `ActSwapConfig`, with one frozen dataclass for each section (`schema`).
 
-Each ``.._section`` module reads one section; `reader` collects the problems, `keys` lists the valid keys.
-`published` and `hub` exchange configurations with a model repository, and `json_documents` reads what this
-library itself has written: plans, profiles, records of runs.
+Types say what a key may hold (`schema`, `layer_values`) and pydantic checks it; `validation` turns what it
+rejects into problems. `sections` and `memory_section` say what several keys mean together. `hub`
+exchanges configurations with a model repository, and `documents` reads what this library itself has
+written: plans, profiles, records of runs.
 
 This package depends on neither torch nor a model, so errors are reported before anything is loaded.
 """
 
 from __future__ import annotations
 
+from .layer_values import split_op_path
 from .loader import ActSwapConfig, load_config
-from .op_path import split_op_path
 from .schema import (
     LayerCounts,
     Layers,

@@ -1,17 +1,20 @@
-"""Downloads files of repositories on the Hugging Face Hub into the cache, and uploads files.
+"""Downloads configurations and plans from the Hugging Face Hub, saves them in folders and publishes them.
 
-A file on the Hub may have been written by anybody. Its size is checked before it is downloaded, only file
-names that this package chose are requested, and the path that the client returns must lie in its cache.
+A file on the Hub may have been written by anybody: its size is checked before it is downloaded. What is
+published has a model card, which says what the configuration is, how to use it and what its plan was measured
+on.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypedDict
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -24,15 +27,38 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ..errors import ConfigError, Problem
+from ..version import __version__
+from .documents import JsonDocument, read_text
+
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE_NAME = "actswap_config.yaml"
+
+PLAN_FILE_NAME = "plan.json"
+MAX_PLAN_BYTES = 16 * 1024 * 1024
+
+PLAN_FORMAT, PLAN_FORMAT_VERSION = "hf_actswap.plan", 1
+
+CARD_FILE_NAME = "README.md"
+CARD_MARK = "<!-- card of hf_actswap -->"
+"""Text by which a card of this library is recognised; a card without it is never overwritten."""
+
+_LABELS = {
+    "model": "model",
+    "batch_shape": "batch shape (sequences, tokens)",
+    "dtype": "dtype",
+    "device": "device",
+    "world_size": "ranks",
+    "requested": "asked for",
+    "versions": "versions",
+}
+_MAX_CELL_CHARACTERS = 400
 
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]+))?", re.ASCII
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FILE_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -122,24 +148,22 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
             raise OSError(reason if final else f"{reason}; no copy is in the cache") from error
         logger.warning("From the Hub %s. The cached copy is used: %s.", reason, cached.pinned)
         return cached
-    return _in_cache(path, repo_id, revision, options)
+    return _in_cache(path, repo_id, revision)
 
 
 class _Rejected(OSError):
-    """The Hub offers a file that is not accepted: it is too long, or of no valid commit."""
+    """The Hub offers a file that is too long."""
 
 
 def _ask_first(
     repo_id: str, file_name: str, revision: str | None, options: HubOptions, max_bytes: int
 ) -> None:
-    """Check size, commit and tag of a file before its download; the client makes file names of them."""
+    """Check the size of a file before its download."""
     url = huggingface_hub.hf_hub_url(repo_id, file_name, revision=revision)
     found = huggingface_hub.get_hf_file_metadata(url, token=options.token)
     if found.size is None or found.size > max_bytes:
         size = "no size" if found.size is None else f"{found.size:,} bytes"
         raise _Rejected(f"{file_name} of {repo_id} has {size}, and at most {max_bytes:,} bytes are read")
-    if not _COMMIT.fullmatch(found.commit_hash or "") or not _FILE_NAME.fullmatch(found.etag or ""):
-        raise _Rejected(f"{constants.ENDPOINT} names no commit, or one that cannot be a file name")
 
 
 def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOptions) -> HubFile | None:
@@ -149,25 +173,12 @@ def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOpti
         )
     except (OSError, ValueError):
         return None
-    return _in_cache(path, repo_id, revision, options)
+    return _in_cache(path, repo_id, revision)
 
 
-def _in_cache(path: str, repo_id: str, revision: str | None, options: HubOptions) -> HubFile:
-    """Return a file of the cache (``<repository>/snapshots/<commit>/<file>``), if it really lies there.
-
-    Raises:
-        OSError: it is a link that leads out of the cache, or its folder is no commit.
-    """
-    commit = Path(path).parent.name
-    cache = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
-    # A user may keep one repository of the cache on another disk, so its folder is resolved first.
-    allowed = (cache, Path(path).parents[2].resolve())
-    real = Path(path).resolve()
-    if not any(real.is_relative_to(folder) for folder in allowed):
-        raise OSError(f"the cached copy of {repo_id} is a link that leads out of the cache")
-    if not is_commit(commit):
-        raise OSError(f"the cached copy of {repo_id} is of no commit")
-    return HubFile(str(path), repo_id, revision, commit)
+def _in_cache(path: str, repo_id: str, revision: str | None) -> HubFile:
+    """Return a file of the cache, which is ``<repository>/snapshots/<commit>/<file>``."""
+    return HubFile(str(path), repo_id, revision, Path(path).parent.name)
 
 
 def _what(repo_id: str, file_name: str, revision: str | None) -> str:
@@ -261,3 +272,127 @@ def _has_other_card(api: huggingface_hub.HfApi, repo_id: str, options: PushOptio
         return card_mark not in Path(found.path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
+
+
+class Plan(Protocol):
+    """The methods of a plan that this package uses."""
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+
+
+PlanSource = str | os.PathLike[str] | Plan
+"""A plan, or the path of a plan's file; a file of the planner also says what the plan was measured on."""
+
+
+class _CardFacts(TypedDict, total=False):
+    """The keys of a plan's document that a card shows."""
+
+    num_layers: int
+    rows: tuple[Any, ...]
+    made_for: Mapping[str, Any] | None
+    measured: Mapping[str, Any] | None
+
+
+def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | None) -> None:
+    """Write ``actswap_config.yaml``, and ``plan.json`` if a plan is given, into a folder; create the folder.
+
+    Raises:
+        ConfigError: ``plan`` is no plan.
+        OSError: the folder cannot be written.
+    """
+    files, _ = _files(config_text, plan)
+    os.makedirs(folder, exist_ok=True)
+    for name, text in files.items():
+        Path(folder, name).write_text(text, encoding="utf-8")
+
+
+def publish(
+    repo_id: str, config_text: str, plan: PlanSource | None, base_model: str | None, options: PushOptions
+) -> str:
+    """Publish the configuration, the plan and the card in one commit; see `ActSwapConfig.push_to_hub`.
+
+    Returns:
+        The address of the commit.
+    """
+    files, document = _files(config_text, plan)
+    files[CARD_FILE_NAME] = card(repo_id, config_text, document, base_model)
+    return upload(repo_id, files, options, CARD_MARK)
+
+
+def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Return the files (name -> text), and the document of the plan."""
+    files = {CONFIG_FILE_NAME: config_text}
+    if plan is None:
+        return files, None
+    if isinstance(plan, str | os.PathLike):
+        name = os.fsdecode(plan)
+        try:
+            text = read_text(name, MAX_PLAN_BYTES, ConfigError)
+        except OSError as error:
+            problem = Problem("plan", "the file of a plan", f"'{name}': {error.strerror}")
+            raise ConfigError([problem]) from None
+    else:
+        name, text = "a plan", plan.to_json()
+    document = JsonDocument(text, "plan", ConfigError, name)
+    document.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
+    document.read(_CardFacts)
+    document.finish()
+    files[PLAN_FILE_NAME] = text
+    return files, document.content
+
+
+def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_model: str | None) -> str:
+    """Return the text of the model card.
+
+    Args:
+        repo_id: repository of the card.
+        config_text: the configuration in YAML.
+        plan: the document of a plan; its sections ``made_for`` and ``measured`` are shown.
+        base_model: Hub id of the model that the configuration is for.
+
+    Returns:
+        Markdown with a header of metadata.
+    """
+    model = (
+        f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a causal language model"
+    )
+    header = ["---", "library_name: hf_actswap", "tags:", "- hf_actswap", "- activation-offloading"]
+    if base_model is not None:
+        header.append(f"base_model: {json.dumps(base_model)}")
+    body = [
+        *header,
+        *("---", CARD_MARK, "", f"# {repo_id.rpartition('/')[2]}", ""),
+        f"What hf_actswap swaps and recomputes of the activations of {model} in training.",
+        *("", "```python", "from hf_actswap import ActSwapTrainingArguments", ""),
+        f'args = ActSwapTrainingArguments(output_dir="out", actswap="{repo_id}")',
+        *("```", "", "```yaml", config_text.rstrip("\n"), "```", ""),
+        *_plan_lines(repo_id, plan),
+        f"Published with hf_actswap {__version__}.",
+    ]
+    return "\n".join(body) + "\n"
+
+
+def _plan_lines(repo_id: str, plan: Mapping[str, Any] | None) -> list[str]:
+    if plan is None:
+        return ["There is no plan beside it, so none of its fates was measured.", ""]
+    use = ["```python", "from hf_actswap.plan import load_plan", ""]
+    use += [f'hf_actswap.apply(model, load_plan("{repo_id}"))', "```", ""]
+    made_for, measured = plan.get("made_for"), plan.get("measured")
+    lines = [f"## The plan: {plan.get('num_layers')} layers, {len(plan.get('rows', ()))} rows", "", *use]
+    if not isinstance(made_for, Mapping):
+        return [*lines, "It does not say what it was measured on.", ""]
+    lines += ["| measured on | |", "|---|---|", *_rows(made_for), ""]
+    if isinstance(measured, Mapping) and measured:
+        lines += ["| measured | |", "|---|---|", *_rows(measured), ""]
+    return lines
+
+
+def _rows(section: Mapping[str, Any]) -> list[str]:
+    return [f"| {_cell(_LABELS.get(key, key))} | {_cell(value)} |" for key, value in section.items()]
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[: _MAX_CELL_CHARACTERS - 3]}..."

@@ -8,11 +8,10 @@ steps are counted from 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 
-from ..errors import nearest
 from .schema import MemoryConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 
 SWAP_KEYS = tuple(field.name for field in fields(SwapConfig))
@@ -51,138 +50,37 @@ STACK_SECTIONS = ("swap_config", "recompute_config")
 # MindFormers' template of configurations (its section names and its top-level scalars), and what its
 # published files hold besides.
 FOREIGN_SECTIONS = frozenset(
-    [
-        "context",
-        "seed",
-        "output_dir",
-        "run_mode",
-        "use_parallel",
-        "resume_training",
-        "print_separate_loss",
-        "load_checkpoint",
-        "load_ckpt_format",
-        "load_ckpt_async",
-        "auto_trans_ckpt",
-        "transform_process_num",
-        "src_strategy_path_or_dir",
-        "only_save_strategy",
-        "use_legacy",
-        "ckpt_use_legacy_format",
-        "pretrained_model_dir",
-        "balanced_load",
-        "remove_redundancy",
-        "save_checkpoint",
-        "checkpoint_name_or_path",
-        "do_eval",
-        "eval_step_interval",
-        "eval_epoch_interval",
-        "ignore_data_skip",
-        "data_skip_steps",
-        "profile",
-        "profile_communication",
-        "profile_memory",
-        "init_start_profile",
-        "profile_start_step",
-        "profile_stop_step",
-        "profile_rank_ids",
-        "profile_pipeline",
-        "profile_level",
-        "profile_output",
-        "mstx",
-        "layer_scale",
-        "layer_decay",
-        "lr_scale",
-        "lr_scale_factor",
-        "micro_batch_interleave_num",
-        "remote_save_url",
-        "save_file",
-        "input_data",
-        "predict_batch_size",
-        "adapter_id",
-        "exclude_cann_cpu",
-        "train_precision_sync",
-        "infer_precision_sync",
-        "postprocess_use_numpy",
-        "auto_tune",
-        "filepath_prefix",
-        "autotune_per_step",
-        "trainer",
-        "runner_config",
-        "runner_wrapper",
-        "optimizer",
-        "lr_schedule",
-        "grouped_lr_schedule",
-        "train_dataset",
-        "train_dataset_task",
-        "eval_dataset",
-        "eval_dataset_task",
-        "processor",
-        "metric",
-        "callbacks",
-        "eval_callbacks",
-        "parallel",
-        "moe_config",
-        "monitor_config",
-        "stable_rank_config",
-        "tensorboard",
-        "generation_config",
-        "generation",
-        "infer",
-        "trust_remote_code",
-        "rank_table_file",
-    ]
+    """
+    context seed output_dir run_mode use_parallel resume_training print_separate_loss load_checkpoint
+    load_ckpt_format load_ckpt_async auto_trans_ckpt transform_process_num src_strategy_path_or_dir
+    only_save_strategy use_legacy ckpt_use_legacy_format pretrained_model_dir balanced_load
+    remove_redundancy save_checkpoint checkpoint_name_or_path do_eval eval_step_interval
+    eval_epoch_interval ignore_data_skip data_skip_steps profile profile_communication profile_memory
+    init_start_profile profile_start_step profile_stop_step profile_rank_ids profile_pipeline
+    profile_level profile_output mstx layer_scale layer_decay lr_scale lr_scale_factor
+    micro_batch_interleave_num remote_save_url save_file input_data predict_batch_size adapter_id
+    exclude_cann_cpu train_precision_sync infer_precision_sync postprocess_use_numpy auto_tune
+    filepath_prefix autotune_per_step trainer runner_config runner_wrapper optimizer lr_schedule
+    grouped_lr_schedule train_dataset train_dataset_task eval_dataset eval_dataset_task processor metric
+    callbacks eval_callbacks parallel moe_config monitor_config stable_rank_config tensorboard
+    generation_config generation infer trust_remote_code rank_table_file
+    """.split()  # noqa: SIM905 - one name a line would be a page
 )
 
 FOREIGN_PARALLEL_KEYS = frozenset(
-    [
-        "data_parallel",
-        "data_parallel_size",
-        "context_parallel",
-        "context_parallel_size",
-        "context_parallel_algo",
-        "hierarchical_context_parallel_sizes",
-        "ulysses_degree_in_cp",
-        "expert_parallel",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "micro_batch_num",
-        "micro_batch_interleave_num",
-        "seq_split_num",
-        "vocab_emb_dp",
-        "gradient_aggregation_group",
-        "optimizer_shard",
-        "optimizer_weight_shard_size",
-        "mem_coeff",
-        "npu_nums_per_device",
-        "use_ring_attention",
-        "fp16",
-        "bf16",
-        "params_dtype",
-        "pp_split_num",
-    ]
+    """
+    data_parallel data_parallel_size context_parallel context_parallel_size context_parallel_algo
+    hierarchical_context_parallel_sizes ulysses_degree_in_cp expert_parallel expert_model_parallel_size
+    expert_tensor_parallel_size micro_batch_num micro_batch_interleave_num seq_split_num vocab_emb_dp
+    gradient_aggregation_group optimizer_shard optimizer_weight_shard_size mem_coeff npu_nums_per_device
+    use_ring_attention fp16 bf16 params_dtype pp_split_num
+    """.split()  # noqa: SIM905 - one name a line would be a page
 )
 
 
 def ignored_key_note(key: str) -> str:
     """Return the note about a key that is accepted and does nothing."""
     return f"`{key}` has no meaning here and is ignored."
-
-
-def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ()) -> str:
-    """Return a hint for an unknown key: its section, else the nearest valid name, else all of our names."""
-    name = str(key)
-    for section, keys in (
-        ("swap_config", SWAP_KEYS),
-        ("recompute_config", RECOMPUTE_KEYS),
-        ("parallel_config", PARALLEL_KEYS),
-        ("tile_config", TILE_KEYS),
-        ("stream_config", STREAM_KEYS),
-        ("memory", (*MEMORY_KEYS, *MINDSPEED_COUNTERPARTS)),
-    ):
-        if name in keys:
-            return f"It is a key of `{section}`: write it below that line."
-    hint = nearest(name, [*ours, *also])
-    return hint if hint.startswith("Did you mean") else nearest(name, ours)
 
 
 MODE_FLAGS: Mapping[str, str] = MappingProxyType(
@@ -241,3 +139,15 @@ MINDSPEED_IGNORED: Mapping[str, str] = MappingProxyType(
 """Setting that is accepted and has no effect -> what happens instead."""
 
 SETTINGS = (*MINDSPEED_COUNTERPARTS, *MINDSPEED_IGNORED)
+
+KEYS_OF_SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "swap_config": SWAP_KEYS,
+        "recompute_config": RECOMPUTE_KEYS,
+        "parallel_config": PARALLEL_KEYS,
+        "tile_config": TILE_KEYS,
+        "stream_config": STREAM_KEYS,
+        "memory": (*MEMORY_KEYS, *MINDSPEED_COUNTERPARTS),
+    }
+)
+"""Section -> its keys, for a key that stands elsewhere."""

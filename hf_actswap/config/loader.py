@@ -9,36 +9,53 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import TypeAdapter
 
 from ..errors import ConfigError, Problem, short_traceback
-from . import published
-from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
-from .json_documents import read_text
-from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, ignored_key_note
+from .documents import read_text
+from .hub import (
+    CONFIG_FILE_NAME,
+    PLAN_FORMAT,
+    HubFile,
+    HubOptions,
+    PlanSource,
+    PushOptions,
+    fetch,
+    publish,
+    save,
+    split_hub_id,
+)
+from .keys import (
+    FOREIGN_SECTIONS,
+    KEYS_OF_SECTIONS,
+    MODE_FLAGS,
+    OUR_SECTIONS,
+    STACK_SECTIONS,
+    ignored_key_note,
+)
 from .memory_section import check_fates, read_memory
-from .parallel_section import (
+from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
+from .sections import (
     MODEL_CONFIG,
     PIPELINE_INTERLEAVE,
     honoured_in_model,
     lookup,
     read_parallel,
+    read_recompute,
+    read_stream,
+    read_swap,
+    read_tiles,
+    swap_is_unreadable,
 )
-from .published import PLAN_FORMAT, PlanSource
-from .reader import (
-    Findings,
-    Path,
-    check_keys,
-    read_choice,
-    read_int,
-    read_mapping,
-    show,
-)
-from .recompute_section import read_recompute
-from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
-from .swap_section import read_swap, swap_is_unreadable
-from .tile_section import read_stream, read_tiles
+from .validation import AtLeast1, Findings, Path, one_of, show
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
+
+Log = Annotated[Literal["summary", "full", "reference"], one_of("summary", "full", "reference")]
+
+_LOG: TypeAdapter[Any] = TypeAdapter(Log)
+_NUM_LAYERS: TypeAdapter[Any] = TypeAdapter(AtLeast1)
 
 AUTO = "auto"
 """Source of a configuration without keys: the planner chooses everything. (A file of this name: ``./auto``.)
@@ -76,7 +93,7 @@ class ActSwapConfig:
     num_layers: int | None = field(
         default=None, metadata={DOCUMENT_PATH: ("model", "model_config", "num_layers")}
     )
-    log: Literal["summary", "full", "reference"] = "summary"
+    log: Log = "summary"
     notes: tuple[str, ...] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
 
@@ -137,7 +154,7 @@ class ActSwapConfig:
             ConfigError: ``plan`` is no plan.
             OSError: the folder cannot be written, or there is no access to the Hub.
         """
-        published.save(folder, self.to_yaml(), plan)
+        save(folder, self.to_yaml(), plan)
         if not push_to_hub:
             return None
         return self.push_to_hub(repo_id or os.path.basename(os.path.abspath(folder)), plan=plan, **push)
@@ -175,7 +192,7 @@ class ActSwapConfig:
             OSError: no access or no network.
         """
         options = PushOptions(private, token, revision, create_pr, commit_message, commit_description)
-        return published.push(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
+        return publish(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
 
 
 @short_traceback
@@ -237,7 +254,7 @@ def _read_document(
     if document.get("format") == PLAN_FORMAT:
         hint = "hf_actswap.apply and the argument `actswap` take it; hf_actswap.load_plan reads it."
         raise ConfigError([Problem("document", "a configuration", "a plan", hint)], source)
-    findings = Findings(document)
+    findings = Findings(document, KEYS_OF_SECTIONS)
     for path, problem in duplicates:
         findings.problem(path, problem.expected, problem.found, problem.hint)
     _note_foreign_sections(findings)
@@ -273,22 +290,19 @@ def _read_document(
 
 def _read_log(findings: Findings) -> Any:
     value = findings.document.get("log")
-    found = (
-        None if value is None else read_choice(findings, ("log",), value, ("summary", "full", "reference"))
-    )
-    return found or "summary"
+    return (None if value is None else findings.read(_LOG, ("log",), value)) or "summary"
 
 
 def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
     """Read ``stacks``: for each name ``swap_config`` and ``recompute_config``, as in the document itself."""
     found = {}
-    for name, rules in read_mapping(findings, ("stacks",), findings.document.get("stacks")).items():
+    for name, rules in findings.mapping(("stacks",), findings.document.get("stacks")).items():
         path: Path = ("stacks", name) if isinstance(name, str | int) else ("stacks",)
         if not isinstance(name, str):
             findings.problem(path, "the name of a stack (a text)", f"the key {show(name)}")
             continue
-        section = read_mapping(findings, path, rules)
-        check_keys(findings, path, section, STACK_SECTIONS)
+        section = findings.mapping(path, rules)
+        findings.keys(path, section, {}, also=STACK_SECTIONS)
         inner = findings.inside(path, section)
         swap = read_swap(inner)
         recompute = read_recompute(inner, swap=None if swap_is_unreadable(inner) else swap.swap, shape=None)
@@ -306,7 +320,7 @@ def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapC
 def _read_num_layers(findings: Findings) -> int | None:
     path = (*MODEL_CONFIG, "num_layers")
     value = lookup(findings, path)
-    return None if value is None else read_int(findings, path, value, minimum=1)
+    return None if value is None else findings.read(_NUM_LAYERS, path, value)
 
 
 def _note_foreign_sections(findings: Findings) -> None:
@@ -320,10 +334,8 @@ def _note_foreign_sections(findings: Findings) -> None:
             findings.note((key,), ignored_key_note(key))
         elif key not in (*OUR_SECTIONS, *MODE_FLAGS):
             also = (*sorted(FOREIGN_SECTIONS), *MODE_FLAGS)
-            hint = findings.key_hint(key, (*OUR_SECTIONS, "model"), also)
-            path: Path = (key,) if isinstance(key, str | int) else ()
-            found = "an unknown key" if path else f"the key {show(key)}"
-            findings.problem(path, "a section of this library or of MindFormers", found, hint)
+            expected = "a section of this library or of MindFormers"
+            findings.unknown_key((), key, expected, (*OUR_SECTIONS, "model"), also)
 
 
 def _model_note(findings: Findings) -> str:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from .keys import (
     MEMORY_KEYS,
@@ -20,29 +23,10 @@ from .keys import (
     SETTINGS,
     TARGET_MEMORY_BYTES,
 )
-from .reader import (
-    Findings,
-    Path,
-    is_int,
-    read_bool,
-    read_choice,
-    read_int,
-    read_not_negative,
-    read_positive,
-    read_section,
-    read_text,
-    show,
-    where,
-)
-from .recompute_section import EXCLUDE_KEYS, SELECTION_KEYS, selects_anything
-from .schema import MemoryConfig, RecomputeConfig, SwapConfig
-from .sizes import bytes_of
-
-_LEAST = {"warmup_steps": 1, "search_steps": 0, "num_attn_layers_per_stage": 1, "swap_bucket_size": None}
-_SIZES = ("budget_gib", "reduce_by_gib", "min_tensor_mib", "host_memory_gib")
-_TYPES = get_type_hints(MemoryConfig)
-
-MIB, GIB = 2**20, 2**30
+from .layer_values import OpSelection
+from .schema import GIB, MIB, MemoryConfig, RecomputeConfig, SwapConfig, Text
+from .sections import types_of
+from .validation import AnyInt, AtLeast1, Expected, Findings, Flag, Path, one_of, where
 
 _LARGEST_BYTES = 2**53  # up to which a number of bytes is a number of GiB without rounding
 _PRODUCT = re.compile(r"\s*\d{1,18}(?:\s*\*\s*\d{1,18}){1,8}\s*")
@@ -50,17 +34,94 @@ _PREFERENCES = {"BETTER_PERFORMANCE": "performance", "BETTER_MEMORY_SAVING": "me
 _ENUM = "SwapPolicyPref."
 
 
+def _product_hint(value: object) -> str:
+    """Return a hint with the value of a product: in MindSpeed's file, which is Python, sizes are products."""
+    if not isinstance(value, str) or not _PRODUCT.fullmatch(value):
+        return ""
+    size = math.prod(int(factor) for factor in value.split("*"))
+    return f"Write the number: {size}." if size <= _LARGEST_BYTES else ""
+
+
+_Bytes = Annotated[
+    AnyInt, Field(ge=1, le=_LARGEST_BYTES), Expected("a whole number of bytes, at least 1", _product_hint)
+]
+_AnyBytes = Annotated[
+    AnyInt, Field(ge=0, le=_LARGEST_BYTES), Expected("a whole number of bytes, at least 0", _product_hint)
+]
+
+
+def _without_enum(value: Any) -> Any:
+    return value.removeprefix(_ENUM) if isinstance(value, str) else value
+
+
+_Gib = AfterValidator(lambda size_bytes: size_bytes / GIB)
+# No storage has less than one byte, so that from 0 on and from 1 on are the same.
+_Mib = AfterValidator(lambda size_bytes: max(size_bytes, 1) / MIB)
+
+
+class MindSpeedSettings(TypedDict, total=False):
+    """The settings that have an effect, in MindSpeed's words; the values are read in ours."""
+
+    policy_pref: Annotated[
+        Literal["BETTER_PERFORMANCE", "BETTER_MEMORY_SAVING"],
+        one_of(*_PREFERENCES),
+        AfterValidator(_PREFERENCES.__getitem__),
+        BeforeValidator(_without_enum),
+    ]
+    target_mode: Flag
+    target_memory: Annotated[_Bytes, _Gib]
+    reduction_memory: Annotated[_Bytes, _Gib]
+    tensor_size_filter: Annotated[_AnyBytes, _Mib]
+    redundant_memory: Annotated[_AnyBytes, _Gib]
+    warmup_step: AtLeast1
+    stable_step: AtLeast1
+    save_policy: Flag
+    output_root_path: Text
+    smart_swap: Flag
+    adaptive_memory_optimization: Flag
+
+
+_SAME = {
+    "policy_pref": "preference",
+    "tensor_size_filter": "min_tensor_mib",
+    "redundant_memory": "margin_gib",
+    "warmup_step": "warmup_steps",
+}
+"""Setting -> the one key of ours that it sets, whatever else is written."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A value for a key of `MemoryConfig` (``None``: it could not be read), and the path where it stands."""
+
+    key: str
+    path: Path
+    value: Any
+
+
 def read_memory(findings: Findings) -> MemoryConfig:
     """Read ``memory`` and MindSpeed's two flags. ``null`` is accepted for keys whose default it is."""
-    section = read_section(findings, "memory", MEMORY_KEYS, (*SETTINGS, *MODE_FLAGS))
+    section, types = findings.document.get("memory"), types_of(MemoryConfig)
+    ours = findings.keys(("memory",), section, types, ignored=(*SETTINGS, *MODE_FLAGS))
+    section = section if isinstance(section, Mapping) else {}
+    theirs = {
+        key: findings.read(kind, ("memory", key), section[key])
+        for key, kind in types_of(MindSpeedSettings).items()
+        if key in section
+    }
+    for key in section:
+        if key in MINDSPEED_IGNORED:
+            findings.note(("memory", key), f"`memory.{key}`: {MINDSPEED_IGNORED[key]}")
     settings = [
-        MindSpeedSetting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
-        for key, value in section.items()
-        if key in MEMORY_KEYS and not (value is None and type(None) in get_args(_TYPES[key]))
+        _Setting(key, ("memory", key), ours.get(key))
+        for key in section
+        if key in MEMORY_KEYS and not (section[key] is None and getattr(MemoryConfig, key) is None)
     ]
-    settings += read_flags(findings, section)
-    settings += read_settings(findings, section)
-    settings += read_stable_step(findings, section, _warmup(settings))
+    settings += [_Setting(_SAME[key], ("memory", key), theirs[key]) for key in _SAME if key in theirs]
+    settings += _flags(findings, section, theirs)
+    settings += _target(findings, section, theirs)
+    settings += _plan_file(findings, theirs)
+    settings += _stable_step(findings, theirs, settings)
     written = _each_once(findings, settings)
     _check_budget(findings, written)
     return MemoryConfig(**{key: one.value for key, one in written.items() if one.value is not None})
@@ -73,11 +134,10 @@ def check_fates(
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
-    # Exclude keys ask for a fate too: keep.
-    for key in ("recompute", *SELECTION_KEYS, *EXCLUDE_KEYS):
+    for key in _FATE_KEYS:
         value = getattr(recompute, key)
         # With swap on a list holds indices, and index 0 selects a layer as well as any other.
-        if selects_anything(value) or (swap.swap and _names_layers(value)):
+        if _selects_anything(value) or (swap.swap and _names_layers(value)):
             written.append(f"recompute_config.{key}")
     if recompute.compile_budget is not None:
         written.append("recompute_config.compile_budget")
@@ -90,14 +150,36 @@ def check_fates(
         )
 
 
-def _warmup(settings: Sequence[MindSpeedSetting]) -> MindSpeedSetting:
-    default = MindSpeedSetting("warmup_steps", ("memory", "warmup_steps"), MemoryConfig.warmup_steps)
-    return next((one for one in settings if one.key == "warmup_steps"), default)
+_FATE_KEYS = (
+    "recompute",
+    "select_recompute",
+    "select_comm_recompute",
+    # Exclude keys ask for a fate too: keep.
+    "select_recompute_exclude",
+    "select_comm_recompute_exclude",
+)
 
 
-def _each_once(findings: Findings, settings: Sequence[MindSpeedSetting]) -> dict[str, MindSpeedSetting]:
+def _selects_anything(value: OpSelection | None) -> bool:
+    """Whether a value of ``recompute`` or a select key recomputes any layer (zeros do not)."""
+    if value is None:
+        return False
+    if isinstance(value, dict):
+        return any(_selects_anything(layers) for layers in value.values())
+    if isinstance(value, tuple):
+        return any(_selects_anything(item) if isinstance(item, tuple) else bool(item) for item in value)
+    return value
+
+
+def _names_layers(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_names_layers(layers) for layers in value.values())
+    return bool(value)
+
+
+def _each_once(findings: Findings, settings: Sequence[_Setting]) -> dict[str, _Setting]:
     """Return the first setting of each key, in the order of the document; note a problem for any other."""
-    written: dict[str, MindSpeedSetting] = {}
+    written: dict[str, _Setting] = {}
     for one in sorted(settings, key=lambda one: findings.position(one.path)):
         first = written.setdefault(one.key, one)
         if first is not one:
@@ -105,7 +187,7 @@ def _each_once(findings: Findings, settings: Sequence[MindSpeedSetting]) -> dict
     return written
 
 
-def _check_budget(findings: Findings, written: Mapping[str, MindSpeedSetting]) -> None:
+def _check_budget(findings: Findings, written: Mapping[str, _Setting]) -> None:
     budget, reduction = written.get("budget_gib"), written.get("reduce_by_gib")
     if budget and reduction:
         _reject_both(findings, budget, reduction)
@@ -115,7 +197,7 @@ def _check_budget(findings: Findings, written: Mapping[str, MindSpeedSetting]) -
         findings.note(margin.path, f"`{where(margin.path)}` counts where no budget is written; {ignored}.")
 
 
-def _reject_both(findings: Findings, one: MindSpeedSetting, other: MindSpeedSetting) -> None:
+def _reject_both(findings: Findings, one: _Setting, other: _Setting) -> None:
     later = max((one.path, other.path), key=findings.position)
     findings.problem(later, f"one of {where(one.path)} and {where(other.path)}", "both", "Leave one out.")
 
@@ -130,119 +212,49 @@ def _mode_path(findings: Findings) -> Path:
     return next(((flag,) for flag in MODE_FLAGS if findings.document.get(flag)), ("memory", "mode"))
 
 
-def _names_layers(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_names_layers(layers) for layers in value.values())
-    return bool(value)
-
-
-def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
-    if get_origin(_TYPES[key]) is Literal:
-        # YAML 1.1 reads a bare `off` as false.
-        word = "off" if key == "mode" and value is False else value
-        return read_choice(findings, path, word, get_args(_TYPES[key]))
-    if key in _LEAST:
-        return read_int(findings, path, value, minimum=_LEAST[key])
-    if key in _SIZES:
-        return read_positive(findings, path, value, _size_hint(key, value))
-    if key == "margin_gib":
-        return read_not_negative(findings, path, value)
-    if _TYPES[key] is bool:
-        return read_bool(findings, path, value)
-    return read_text(findings, path, value)
-
-
-@dataclass(frozen=True)
-class MindSpeedSetting:
-    """A value for a key of `MemoryConfig` (``None``: it could not be read), and the path where it stands."""
-
-    key: str
-    path: Path
-    value: Any
-
-
-def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """Read all of MindSpeed's settings but ``stable_step`` and the flags, and note those without effect."""
-    for key in section:
-        if key in MINDSPEED_IGNORED:
-            findings.note(("memory", key), f"`memory.{key}`: {MINDSPEED_IGNORED[key]}")
-    return [
-        *_read_direct(findings, section),
-        *_read_target(findings, section),
-        *_read_plan_file(findings, section),
-    ]
-
-
-def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """Read ``smart_swap`` and ``adaptive_memory_optimization``, at the top level and in ``memory``.
+def _flags(findings: Findings, section: Mapping[Any, Any], theirs: Mapping[str, Any]) -> Iterator[_Setting]:
+    """Yield the mode of ``smart_swap`` and ``adaptive_memory_optimization``, at the top level or below.
 
     A flag that is ``false`` says only that the mode is not this one.
     """
-    settings = []
-    for parent, mapping in (((), findings.document), (("memory",), section)):
-        for flag, mode in MODE_FLAGS.items():
+    for flag, mode in MODE_FLAGS.items():
+        for path, mapping in (((flag,), findings.document), (("memory", flag), section)):
             if flag not in mapping:
                 continue
-            path: Path = (*parent, flag)
-            on = read_bool(findings, path, mapping[flag])
+            types = types_of(MindSpeedSettings)
+            on = theirs[flag] if mapping is section else findings.read(types[flag], path, mapping[flag])
             if on is not False:
-                settings.append(MindSpeedSetting("mode", path, mode if on else None))
+                yield _Setting("mode", path, mode if on else None)
             elif section.get("mode") == mode:
                 findings.problem(path, f"true, because memory.mode is {mode}", "false", "Leave one out.")
-    return settings
 
 
-def read_stable_step(
-    findings: Findings, section: Mapping[Any, Any], warmup: MindSpeedSetting
-) -> list[MindSpeedSetting]:
-    """Read ``stable_step``, the step with which the stable stage begins: search takes the steps up to it.
-
-    Args:
-        findings: the document, and where problems go.
-        section: the section ``memory``.
-        warmup: the number of warm-up steps, which come first.
-    """
-    if "stable_step" not in section:
-        return []
-    path = ("memory", "stable_step")
-    stable = read_int(findings, path, section["stable_step"], minimum=1)
+def _stable_step(
+    findings: Findings, theirs: Mapping[str, Any], settings: Sequence[_Setting]
+) -> Iterator[_Setting]:
+    """Yield the steps of the search: those up to ``stable_step``, with which the stable stage begins."""
+    if "stable_step" not in theirs:
+        return
+    path, stable = ("memory", "stable_step"), theirs["stable_step"]
+    default = _Setting("warmup_steps", ("memory", "warmup_steps"), MemoryConfig.warmup_steps)
+    warmup = next((one for one in settings if one.key == "warmup_steps"), default)
     if stable is None or warmup.value is None:
-        return [MindSpeedSetting("search_steps", path, None)]
-    if stable < warmup.value:
+        yield _Setting("search_steps", path, None)
+    elif stable < warmup.value:
         expected = f"a step at or after the end of warm-up ({where(warmup.path)}: {warmup.value})"
-        findings.problem(
-            path, expected, str(stable), "The stable stage begins with this step, counted from 0."
-        )
-        return [MindSpeedSetting("search_steps", path, None)]
-    return [MindSpeedSetting("search_steps", path, stable - warmup.value)]
+        hint = "The stable stage begins with this step, counted from 0."
+        findings.problem(path, expected, str(stable), hint)
+        yield _Setting("search_steps", path, None)
+    else:
+        yield _Setting("search_steps", path, stable - warmup.value)
 
 
-def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """Read the settings that are one of our keys in another unit or with other words."""
-    readers: dict[str, tuple[str, Callable[[Findings, Path, object], Any]]] = {
-        "policy_pref": ("preference", _read_preference),
-        "tensor_size_filter": ("min_tensor_mib", _read_filter),
-        "redundant_memory": ("margin_gib", _read_margin),
-        "warmup_step": ("warmup_steps", _read_warmup),
-    }
-    return [
-        MindSpeedSetting(key, ("memory", name), read(findings, ("memory", name), section[name]))
-        for name, (key, read) in readers.items()
-        if name in section
-    ]
-
-
-def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """Read the two sizes; ``target_mode`` says which of them counts (MindSpeed; false by default there)."""
-    sizes = {
-        name: _read_bytes(findings, ("memory", name), section[name])
-        for name in ("target_memory", "reduction_memory")
-        if name in section
-    }
-    mode_path = ("memory", "target_mode")
-    mode = read_bool(findings, mode_path, section["target_mode"]) if "target_mode" in section else None
-    if mode is None and ("target_mode" in section or not sizes):
-        return []
+def _target(findings: Findings, section: Mapping[Any, Any], theirs: Mapping[str, Any]) -> Iterator[_Setting]:
+    """Yield the size that counts: ``target_mode`` says which of two (MindSpeed; false by default there)."""
+    sizes = {name: theirs[name] for name in ("target_memory", "reduction_memory") if name in theirs}
+    mode_path, mode = ("memory", "target_mode"), theirs.get("target_mode")
+    if mode is None and ("target_mode" in theirs or not sizes):
+        return
     if mode is None and "reduction_memory" not in sizes:
         line = "`memory.target_memory` is the budget, as if target_mode were true, which is not written."
         findings.note(("memory", "target_memory"), line)
@@ -251,84 +263,26 @@ def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpe
     key, default = ("budget_gib", TARGET_MEMORY_BYTES) if mode else ("reduce_by_gib", REDUCTION_MEMORY_BYTES)
     if other in sizes:
         wanted = "false" if mode else "true"
-        findings.note(
-            ("memory", other), f"`memory.{other}` counts where target_mode is {wanted}; it is ignored."
-        )
+        line = f"`memory.{other}` counts where target_mode is {wanted}; it is ignored."
+        findings.note(("memory", other), line)
     if counts in sizes:
-        size = sizes[counts]
-        return [MindSpeedSetting(key, ("memory", counts), None if size is None else size / GIB)]
-    if section.get(key) is not None:
-        return []
-    line = (
-        f"`memory.target_mode`: {counts} is not written; MindSpeed's default counts, {key} {default // GIB}."
-    )
-    findings.note(mode_path, line)
-    return [MindSpeedSetting(key, mode_path, default / GIB)]
+        yield _Setting(key, ("memory", counts), sizes[counts])
+    elif section.get(key) is None:
+        line = f"{counts} is not written; MindSpeed's default counts, {key} {default // GIB}."
+        findings.note(mode_path, f"`memory.target_mode`: {line}")
+        yield _Setting(key, mode_path, default / GIB)
 
 
-def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """Read ``save_policy``, which sets ``plan_file`` to a file in ``output_root_path``."""
+def _plan_file(findings: Findings, theirs: Mapping[str, Any]) -> Iterator[_Setting]:
+    """Yield ``plan_file`` of ``save_policy``: a file in ``output_root_path``."""
     path, root_path = ("memory", "save_policy"), ("memory", "output_root_path")
-    root: str | None = OUTPUT_ROOT_PATH
-    if "output_root_path" in section:
-        root = read_text(findings, root_path, section["output_root_path"])
-    saves = read_bool(findings, path, section["save_policy"]) if "save_policy" in section else False
+    root, saves = theirs.get("output_root_path", OUTPUT_ROOT_PATH), theirs.get("save_policy", False)
     if saves is None or (saves and root is None):
-        return [MindSpeedSetting("plan_file", path, None)]
-    if saves and root is not None:
+        yield _Setting("plan_file", path, None)
+    elif saves:
         file = f"{root.rstrip('/')}/plan.json"
-        line = (
-            f"`memory.save_policy`: the plan is written to {file}, and read from there by a run that it fits."
-        )
-        findings.note(path, line)
-        return [MindSpeedSetting("plan_file", path, file)]
-    if "output_root_path" in section:
+        line = f"the plan is written to {file}, and read from there by a run that it fits."
+        findings.note(path, f"`memory.save_policy`: {line}")
+        yield _Setting("plan_file", path, file)
+    elif "output_root_path" in theirs:
         findings.note(root_path, "`memory.output_root_path` counts where save_policy is true; it is ignored.")
-    return []
-
-
-def _read_preference(findings: Findings, path: Path, value: object) -> str | None:
-    word = value.removeprefix(_ENUM) if isinstance(value, str) else value
-    name = read_choice(findings, path, word, tuple(_PREFERENCES))
-    return None if name is None else _PREFERENCES[name]
-
-
-def _read_filter(findings: Findings, path: Path, value: object) -> float | None:
-    size = _read_bytes(findings, path, value, minimum=0)
-    # No storage has less than one byte, so that from 0 on and from 1 on are the same.
-    return None if size is None else max(size, 1) / MIB
-
-
-def _read_margin(findings: Findings, path: Path, value: object) -> float | None:
-    size = _read_bytes(findings, path, value, minimum=0)
-    return None if size is None else size / GIB
-
-
-def _read_warmup(findings: Findings, path: Path, value: object) -> int | None:
-    return read_int(findings, path, value, minimum=1)
-
-
-def _read_bytes(findings: Findings, path: Path, value: object, minimum: int = 1) -> int | None:
-    if isinstance(value, int) and is_int(value) and minimum <= value <= _LARGEST_BYTES:
-        return value
-    findings.problem(path, f"a whole number of bytes, at least {minimum}", show(value), _product_hint(value))
-    return None
-
-
-def _product_hint(value: object) -> str:
-    """Return a hint with the value of a product: in MindSpeed's file, which is Python, sizes are products."""
-    if not isinstance(value, str) or not _PRODUCT.fullmatch(value):
-        return ""
-    size = math.prod(int(factor) for factor in value.split("*"))
-    return f"Write the number: {size}." if size <= _LARGEST_BYTES else ""
-
-
-def _size_hint(key: str, value: object) -> str:
-    """Return a hint with a size in the key's unit, if a unit is written with it (as on command lines)."""
-    unit, unit_bytes = ("MiB", MIB) if key.endswith("_mib") else ("GiB", GIB)
-    text = value.strip() if isinstance(value, str) else ""
-    try:
-        size = bytes_of(text if text[-1:].isalpha() else text + unit)
-    except ValueError:
-        return ""
-    return f"Write the number of {unit}: {size / unit_bytes:.6g}."

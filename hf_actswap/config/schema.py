@@ -13,27 +13,101 @@ because only the plan knows the model. Two units matter:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
-Prefetch = int | Literal["auto"]
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
+
+from .layer_values import (
+    LayerCounts,
+    Layers,
+    Offset,
+    OpExclusion,
+    OpPath,
+    OpSelection,
+    RecomputedLayers,
+)
+from .sizes import bytes_of
+from .validation import AnyFloat, AnyInt, AtLeast1, Expected, Flag, Whole, one_of
+
+__all__ = [
+    "CompileBudget",
+    "LayerCounts",
+    "LayerSwapRule",
+    "Layers",
+    "MemoryConfig",
+    "Offset",
+    "OpSelection",
+    "OpSwapRule",
+    "OpTileRule",
+    "ParallelConfig",
+    "PipelineSchedule",
+    "Prefetch",
+    "RecomputeConfig",
+    "StreamConfig",
+    "SwapConfig",
+    "TileConfig",
+    "TileTokens",
+]
+
+EXPECTED_PREFETCH = "a whole number of operators, at least 1, or auto"
+EXPECTED_BUDGET = "a number from 0 to 1, or a list with one for each layer"
+
+MIB, GIB = 2**20, 2**30
+
+
+def _percent_hint(value: Any) -> str:
+    percent = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value <= 100
+    return f"Percent are written as a share: {value / 100:g}." if percent else ""
+
+
+def _in_unit(unit: str, unit_bytes: int) -> Expected:
+    """Return the words for a size, with a hint in its unit where a unit is written (as on command lines)."""
+
+    def hint(value: Any) -> str:
+        text = value.strip() if isinstance(value, str) else ""
+        try:
+            size = bytes_of(text if text[-1:].isalpha() else text + unit)
+        except ValueError:
+            return ""
+        return f"Write the number of {unit}: {size / unit_bytes:.6g}."
+
+    return Expected("a number above 0", hint)
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+
+
+def _small_auto(value: Any) -> Any:
+    return "auto" if isinstance(value, str) and value == "Auto" else value
+
+
+_AtLeast0 = Annotated[AnyInt, Field(ge=0), Expected("a whole number, at least 0")]
+_Positive = Annotated[AnyFloat, Field(gt=0)]
+_Gib = Annotated[_Positive, _in_unit("GiB", GIB)]
+_Mib = Annotated[_Positive, _in_unit("MiB", MIB)]
+# abs: no minus before a zero
+_Margin = Annotated[AnyFloat, Field(ge=0), AfterValidator(abs), Expected("a number, at least 0")]
+Text = Annotated[str, Strict(), Field(min_length=1), Expected("a text")]
+_Share = Annotated[AnyFloat, Field(ge=0, le=1), Expected("a number from 0 to 1", _percent_hint)]
+
+Prefetch = Annotated[AtLeast1 | Literal["auto"], BeforeValidator(_small_auto), Expected(EXPECTED_PREFETCH)]
 """Number of operators, at least 1; or ``"auto"`` (also written ``Auto``)."""
 
-Layers = bool | tuple[int, ...]
-"""``True``: all layers; ``False``: none; else global layer indices."""
-
-LayerCounts = bool | tuple[int | bool, ...] | tuple[tuple[int | bool, ...] | bool, ...]
-"""A bool; without swap: layers per stage, or a table per (interleave, stage); with swap: layer indices."""
-
-OpSelection = LayerCounts | tuple[str, ...] | dict[str, LayerCounts]
-"""`LayerCounts` for the default ops; or op paths (all layers); or op path -> `LayerCounts`."""
-
-CompileBudget = float | tuple[float, ...] | None
-"""Share of activation memory, 0 to 1: for every layer, or one for each; ``None``: not touched."""
-
-Offset = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
+CompileBudget = Annotated[
+    _Share | Annotated[tuple[_Share, ...], Field(min_length=1)], Expected(EXPECTED_BUDGET, _percent_hint)
+]
+"""Share of activation memory, 0 to 1: for every layer, or one for each."""
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """Schedules of a pipeline, with the names of `torch.distributed.pipelining`."""
+
+Mode = Annotated[
+    Literal["off", "smart_swap", "adaptive"],
+    BeforeValidator(_off),
+    one_of("off", "smart_swap", "adaptive"),
+]
+Preference = Annotated[Literal["performance", "memory_saving"], one_of("performance", "memory_saving")]
 
 
 @dataclass(frozen=True)
@@ -61,7 +135,7 @@ class OpSwapRule:
         layers: as in ``layer_swap``.
     """
 
-    op_name: str
+    op_name: OpPath
     backward_prefetch: Prefetch
     layers: Layers
 
@@ -89,7 +163,7 @@ class SwapConfig:
             recomputed ops read, which otherwise stays on the device (ours).
     """
 
-    swap: bool = False
+    swap: Flag = False
     default_prefetch: Prefetch = 1
     layer_swap: tuple[LayerSwapRule, ...] | None = None
     op_swap: tuple[OpSwapRule, ...] | None = None
@@ -126,15 +200,15 @@ class RecomputeConfig:
             ``None``: not touched.
     """
 
-    recompute: LayerCounts = False
+    recompute: RecomputedLayers = False
     select_recompute: OpSelection = False
     select_comm_recompute: OpSelection | None = None
-    select_recompute_exclude: OpSelection = False
-    select_comm_recompute_exclude: OpSelection = False
-    parallel_optimizer_comm_recompute: bool = False
-    mp_comm_recompute: bool = True
-    recompute_slice_activation: bool = False
-    compile_budget: CompileBudget = None
+    select_recompute_exclude: OpExclusion = False
+    select_comm_recompute_exclude: OpExclusion = False
+    parallel_optimizer_comm_recompute: Flag = False
+    mp_comm_recompute: Flag = True
+    recompute_slice_activation: Flag = False
+    compile_budget: CompileBudget | None = None
 
 
 @dataclass(frozen=True)
@@ -154,12 +228,12 @@ class ParallelConfig:
             ``tensor_parallel_size`` processes per stage (ours). Default ``None``: no pipeline runs.
     """
 
-    tensor_parallel_size: int = 1
-    sequence_parallel_enabled: bool = False
-    pipeline_stage: int = 1
-    pp_interleave_num: int = 1
+    tensor_parallel_size: AtLeast1 = 1
+    sequence_parallel_enabled: Flag = False
+    pipeline_stage: AtLeast1 = 1
+    pp_interleave_num: AtLeast1 = 1
     offset: Offset = 0
-    schedule: PipelineSchedule | None = None
+    schedule: Annotated[PipelineSchedule, one_of(*get_args(PipelineSchedule))] | None = None
 
     @property
     def runs_pipeline(self) -> bool:
@@ -180,7 +254,24 @@ class TileTokens:
         tokens: number of tokens of one piece, at least 1.
     """
 
-    tokens: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tokens: AtLeast1
+
+
+TileLength = Annotated[AtLeast1 | Literal["auto"], Expected("a whole number of tokens, at least 1, or auto")]
+
+Loss = Annotated[
+    Literal["off", "auto"] | AtLeast1 | TileTokens,
+    BeforeValidator(_off),
+    Expected("auto, off, a whole number of tiles, at least 1, or {tokens: a whole number, at least 1}"),
+]
+
+ChunkTokens = Annotated[
+    Literal["off", "auto"] | AtLeast1,
+    BeforeValidator(_off),
+    Expected("auto, off or a whole number, at least 1"),
+]
 
 
 @dataclass(frozen=True)
@@ -194,8 +285,8 @@ class OpTileRule:
         layers: global layer indices; true, the default: all layers; false: none.
     """
 
-    op_name: str
-    tokens: int | Literal["auto"] = "auto"
+    op_name: OpPath
+    tokens: TileLength = "auto"
     layers: Layers = True
 
 
@@ -213,7 +304,7 @@ class TileConfig:
             backward. The first entry that names a module of a layer applies.
     """
 
-    loss: Literal["off", "auto"] | int | TileTokens | None = None
+    loss: Loss | None = None
     tile: tuple[OpTileRule, ...] = ()
 
 
@@ -230,8 +321,8 @@ class StreamConfig:
             chunk. (The name is DeepSpeed's.)
     """
 
-    tokens: Literal["off", "auto"] | int = "off"
-    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    tokens: ChunkTokens = "off"
+    grad_accum_dtype: Annotated[Literal["fp32", "bf16"], one_of("fp32", "bf16")] = "fp32"
 
 
 @dataclass(frozen=True)
@@ -267,16 +358,16 @@ class MemoryConfig:
     ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` apply without the planner as well.
     """
 
-    mode: Literal["off", "smart_swap", "adaptive"] = "off"
-    budget_gib: float | None = None
-    reduce_by_gib: float | None = None
-    margin_gib: float | None = None
-    preference: Literal["performance", "memory_saving"] = "performance"
-    warmup_steps: int = 2
-    search_steps: int = 8
-    num_attn_layers_per_stage: int = 1
-    swap_bucket_size: int = -1
-    min_tensor_mib: float | None = None
-    host_memory_gib: float | None = None
-    bind_numa: bool = True
-    plan_file: str | None = None
+    mode: Mode = "off"
+    budget_gib: _Gib | None = None
+    reduce_by_gib: _Gib | None = None
+    margin_gib: _Margin | None = None
+    preference: Preference = "performance"
+    warmup_steps: AtLeast1 = 2
+    search_steps: _AtLeast0 = 8
+    num_attn_layers_per_stage: AtLeast1 = 1
+    swap_bucket_size: Whole = -1
+    min_tensor_mib: _Mib | None = None
+    host_memory_gib: _Gib | None = None
+    bind_numa: Flag = True
+    plan_file: Text | None = None

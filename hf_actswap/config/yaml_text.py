@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, Problem
-from .reader import Path, show, where
+from .validation import Path, show, where
 
 MAX_TEXT_BYTES = 256 * 1024
 """Largest document: ten times the longest published one of MindFormers, and read in less than a second."""
@@ -44,10 +44,6 @@ class _TooManyNodes(yaml.MarkedYAMLError):
     """The document has more than `MAX_NODES` nodes."""
 
 
-class _TooManyLevels(yaml.MarkedYAMLError):
-    """The document has more than `MAX_LEVELS` levels."""
-
-
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the numbers of YAML 1.2: ``1:30`` is no number and ``1e3`` is one."""
 
@@ -59,18 +55,12 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._node_count = 0
-        self._level = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._node_count += 1
         if self._node_count > MAX_NODES:
             raise _TooManyNodes()
-        self._level += 1
-        if self._level > MAX_LEVELS:
-            raise _TooManyLevels()
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def scan_flow_scalar_non_spaces(self, double: bool, start_mark: yaml.Mark) -> list[str]:
         try:
@@ -134,7 +124,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
     except _TooManyNodes:
         problem = Problem("document", f"at most {MAX_NODES} values, aliases written out", "more")
         raise ConfigError([problem], source) from None
-    except (_TooManyLevels, RecursionError):
+    except RecursionError:
         problem = Problem("document", f"at most {MAX_LEVELS} levels of lists and mappings", "more")
         raise ConfigError([problem], source) from None
     except yaml.YAMLError as error:

@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import torch
+from annotated_types import Ge
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..config.json_documents import JsonReader, Rule, read_text
+from ..config.documents import JsonDocument, read_text
+from ..config.validation import Expected
 from .parallel_limits import ParallelTrainingError
 
 LAYOUT_FILE = "parallel_layout.json"
@@ -36,7 +38,7 @@ OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE = "optimizer.pt", "scheduler.pt", "tr
 """The Trainer's names for these files."""
 
 _MAX_LAYOUT_BYTES = 64 * 1024
-_Size = Annotated[int, Rule("a whole number from 1 on", lambda size: size >= 1)]
+_Size = Annotated[int, Ge(1), Expected("a whole number from 1 on")]
 
 
 class _AnyLayout(TypedDict):
@@ -134,9 +136,9 @@ def _layout_of(folder: Path) -> Layout:
     file = folder / LAYOUT_FILE
     if file.is_file():
         text = read_text(str(file), _MAX_LAYOUT_BYTES, ParallelTrainingError)
-        reader = JsonReader(text, "layout", ParallelTrainingError, str(file))
-        found: Layout = reader.read(Layout, ("layout",), reader.document)
-        reader.finish()
+        document = JsonDocument(text, "layout", ParallelTrainingError, str(file))
+        found: Layout = document.read(Layout)
+        document.finish()
         return {"pipeline_stage": 1, **found}
     processes = max(1, len(list(folder.glob("rng_state_*.pth"))))
     return {"processes": processes, "tensor_parallel_size": 1, "pipeline_stage": 1}

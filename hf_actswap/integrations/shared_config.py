@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..config import ActSwapConfig, load_config
 from ..config.hub import is_commit, split_hub_id
-from ..config.reader import SHOWN_CHARACTERS, show, where
+from ..config.validation import SHOWN_CHARACTERS, show, where
 from ..errors import ConfigError
 from ..parallel.rank_agreement import digest, failing_together
 from ..plan import MemoryPlan

@@ -12,8 +12,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from ..config.json_documents import Bytes, Count, JsonReader, Rule, is_share
-from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
+from annotated_types import Ge, Gt, Le, Lt, Predicate
+from pydantic import Strict
+
+from ..config.documents import Bytes, Count, JsonDocument, is_share
+from ..config.hub import PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..config.validation import Expected
 from ..errors import PlanError
 from .fingerprint import Fingerprint
 
@@ -32,13 +36,15 @@ Scope = int | str
 `SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")
 """The scopes of the modules before and after the decoder layers."""
-Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
-AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
+Layer = Annotated[int, Ge(0), Expected("a layer")]
+AnyLayer = Annotated[
+    Scope, Predicate(lambda layer: isinstance(layer, str) or layer >= 0), Expected("a layer")
+]
 OpCall = tuple[Scope | None, str, Count | None]
 """One call: its scope (``None``: outside all scopes), its op path inside the scope, and which call of this op
 it is, counted from 0 (``None``: the op is a module)."""
-Positive = Annotated[int, Rule("a whole number above 0", lambda value: value > 0)]
-LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
+Positive = Annotated[int, Gt(0), Expected("a whole number above 0")]
+LayerCount = Annotated[int, Ge(0), Le(10_000), Expected("a number of layers, at most 10000")]
 
 OUTPUT = "output"
 """Op path of the hidden state that a layer returns. If a layer has a module of this name (BERT), only paths
@@ -50,10 +56,8 @@ its compiled region may save, 0 to 1. The row's fate is the fate of what the reg
 
 _Parameters = Annotated[
     Mapping[str, Any],
-    Rule(
-        f"a mapping, {COMPILE_BUDGET} in it from 0 to 1",
-        lambda parameters: is_share(parameters.get(COMPILE_BUDGET, 0)),
-    ),
+    Predicate(lambda parameters: is_share(parameters.get(COMPILE_BUDGET, 0))),
+    Expected(f"a mapping, {COMPILE_BUDGET} in it from 0 to 1"),
 ]
 
 RELEASE_PER_PREFETCH = 3
@@ -276,40 +280,39 @@ class MemoryPlan:
         Raises:
             PlanError: the text is no plan, has a newer format version, or is malformed; names every fault.
         """
-        return cls.from_document(JsonReader(text, "plan", PlanError, source))
+        return cls.from_document(JsonDocument(text, "plan", PlanError, source))
 
     @classmethod
-    def from_document(cls, reader: JsonReader) -> MemoryPlan:
+    def from_document(cls, document: JsonDocument) -> MemoryPlan:
         """Read a plan from a document that may hold other sections too; raises all of its faults at once."""
-        reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
-        num_layers = reader.value(LayerCount, "num_layers")
-        reader.finish()
-        layer = f"a layer from 0 to {num_layers - 1}"
-        reader.read_type_with(Scope, scope_rule(num_layers, stacks=True))
-        reader.read_type_with(
-            Layer, Rule(layer, lambda value: type(value) is int and 0 <= value < num_layers)
-        )
-        values = reader.fields(cls)
-        reader.finish()
+        document.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
+        num_layers = document.read(LayerCount, "num_layers")
+        document.finish()
+        layer = Annotated[
+            int, Strict(), Ge(0), Lt(num_layers), Expected(f"a layer from 0 to {num_layers - 1}")
+        ]
+        values = document.fields(cls, types={Scope: scope_type(num_layers, stacks=True), Layer: layer})
+        document.finish()
         return cls(**values)
 
 
-def scope_rule(num_layers: int, stacks: bool = False) -> Rule:
-    """Return the rule that a scope in a document must satisfy.
+def scope_type(num_layers: int, stacks: bool = False, optional: bool = False) -> Any:
+    """Return the type as which a scope is read.
 
     Args:
         num_layers: number of decoder layers.
         stacks: whether layers of other stacks are allowed too.
+        optional: whether null is, too.
     """
-    around = f"or one of {', '.join(SCOPES)}"
+    around = f"or one of {', '.join(SCOPES)}{', or null' if optional else ''}"
     path = "the module path of another stack's layer, " if stacks else ""
 
     def holds(scope: Any) -> bool:
         if isinstance(scope, str):
             return scope in SCOPES or (stacks and scope.rpartition(".")[2].isdecimal())
-        return type(scope) is int and 0 <= scope < num_layers
+        return (type(scope) is int and 0 <= scope < num_layers) or (optional and scope is None)
 
-    return Rule(f"a layer from 0 to {num_layers - 1}, {path}{around}", holds)
+    return Annotated[Any, Predicate(holds), Expected(f"a layer from 0 to {num_layers - 1}, {path}{around}")]
 
 
 def parent_path(op_path: str) -> str:

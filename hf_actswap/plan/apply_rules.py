@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from ..config.op_path import split_op_path
+from ..config import split_op_path
 from ..config.schema import Layers, LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
 from ..errors import Problem
 from .actions import Adjustment, PlanRow, Scope, Tile, Windows

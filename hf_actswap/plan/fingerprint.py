@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..config.json_documents import Count, Rule
+from annotated_types import MaxLen
+
+from ..config.documents import Count
+from ..config.validation import Expected
 from ..errors import Problem
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ NOT_COMPARED = (
     "the plan does not say for which model it was made (it has no fingerprint): only the layers are compared"
 )
 
-_Text = Annotated[str, Rule("a text of at most 100 characters", lambda text: len(text) <= 100)]
+_Text = Annotated[str, MaxLen(100), Expected("a text of at most 100 characters")]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ..config.op_path import split_op_path
+from ..config import split_op_path
 from ..errors import nearest
 from .mindformers_names import NameTable, megatron_names, reference_names
 from .model_structure import LayerStructure, ModelStructure

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ActSwapConfig, load_config
-from ..config.hub import HubOptions, fetch, split_hub_id
-from ..config.json_documents import read_text
-from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME, PLAN_FORMAT
+from ..config.documents import read_text
+from ..config.hub import MAX_PLAN_BYTES, PLAN_FILE_NAME, PLAN_FORMAT, HubOptions, fetch, split_hub_id
 from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.json_documents import Bytes, Count
+from ..config.documents import Bytes, Count
 from .actions import OpCall
 
 OpKey = tuple[str, int]

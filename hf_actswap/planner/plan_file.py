@@ -19,8 +19,8 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from ..config.json_documents import Bytes, Count, JsonReader, Ms, read_text, write_whole
-from ..config.published import MAX_PLAN_BYTES
+from ..config.documents import Bytes, Count, JsonDocument, Ms, read_text, write_whole
+from ..config.hub import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.fingerprint import fingerprint_of
@@ -157,6 +157,6 @@ def read_plan(path: str | os.PathLike[str]) -> FilePlan:
         text = read_text(name, MAX_PLAN_BYTES, PlanError)
     except OSError as error:
         raise PlanError([Problem("memory.plan_file", "a file", f"'{name}': {error.strerror}")]) from None
-    reader = JsonReader(text, "plan", PlanError, name)
-    sections = reader.fields(FilePlan, without=["plan", "path"])
-    return FilePlan(MemoryPlan.from_document(reader), **sections, path=name)
+    document = JsonDocument(text, "plan", PlanError, name)
+    sections = document.fields(FilePlan, without=["plan", "path"])
+    return FilePlan(MemoryPlan.from_document(document), **sections, path=name)

@@ -17,7 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from ..config.json_documents import Bytes, Count, Ms, Rule, Share
+from annotated_types import Ge
+
+from ..config.documents import Bytes, Count, Ms, Share
+from ..config.validation import Expected
 from ..engine.link import Link
 from ..plan.actions import LayerCount
 from ..plan.saved_bytes import OpCall, SavedBytes
@@ -50,7 +53,7 @@ class OpEvent:
     backward_ms: Ms
     forward_base_bytes: Bytes
     backward_base_bytes: Bytes
-    backward_place: Annotated[int, Rule("a number, or -1", lambda place: place >= -1)]
+    backward_place: Annotated[int, Ge(-1), Expected("a number, or -1")]
     communicates: bool = False
     random: bool = False
 

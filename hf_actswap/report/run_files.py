@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
+from ..config.documents import Bytes, Count, JsonDocument, read_text, write_whole
 from ..engine.step_watch import (
     ComputePart,
     MeasuredCopy,
@@ -288,10 +288,9 @@ def _read(path: Path, kind: Any) -> Any:
     """Read a JSON file as a dataclass (its tables as rows) or a ``TypedDict``; ``None``: there is no file."""
     if not path.is_file():
         return None
-    reader = JsonReader(_text(path), path.stem, ReportError, str(path))
-    reader.read_as_list(ComputePart, MeasuredCopy, Stall, MemorySample)
-    found = reader.read(kind, (path.stem,), reader.document)
-    reader.finish()
+    document = JsonDocument(_text(path), path.stem, ReportError, str(path))
+    found = document.read(kind, rows=(ComputePart, MeasuredCopy, Stall, MemorySample))
+    document.finish()
     return found
 
 
@@ -299,10 +298,10 @@ def _lines(path: Path) -> Sequence[LoggedStep]:
     """Return the lines of a file; a last line without an end is left out, because the run was killed."""
     lines = _text(path).split("\n")[:-1] if path.is_file() else []
     # Read as one document with the same line numbers as the file, for errors.
-    reader = JsonReader('{"steps": [' + ",\n".join(lines) + "]}", path.stem, ReportError, str(path))
-    found: list[LoggedStep] = reader.document["steps"]
-    reader.read(tuple[LoggedStep, ...], ("steps",), found)
-    reader.finish()
+    document = JsonDocument('{"steps": [' + ",\n".join(lines) + "]}", path.stem, ReportError, str(path))
+    document.read(tuple[LoggedStep, ...], "steps")
+    document.finish()
+    found: list[LoggedStep] = document.content["steps"]
     return found
 
 

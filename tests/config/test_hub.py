@@ -164,24 +164,6 @@ def test_a_long_document_is_rejected_before_it_is_read(hub: HubServer) -> None:
     assert hub.asked("GET") == []
 
 
-def test_no_path_out_of_the_cache(hub: HubServer, tmp_path: Path) -> None:
-    repository = hub.repository("org/name")
-    repository.put({CONFIG_FILE_NAME: TEXT})
-    hub.faults.etag = "../../../../outside"
-    assert "cannot be a file name" in rejected("org/name")
-    assert not (tmp_path / "outside").exists()
-    assert hub.asked("GET") == []
-    hub.faults.etag = None
-    load_config("org/name")
-    (cached,) = (tmp_path / "cache").glob("models--org--name/snapshots/*/*")
-    secret = tmp_path / "secret.yaml"
-    secret.write_text(TEXT)
-    cached.unlink()
-    cached.symlink_to(secret)
-    assert rejected("org/name").endswith("is a link that leads out of the cache.")
-    assert rejected(f"org/name@{cached.parent.name}").endswith("is a link that leads out of the cache.")
-
-
 def test_hostile_documents(hub: HubServer, tmp_path: Path) -> None:
     repository = hub.repository("org/name")
     bomb = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]" for i in range(1, 12))])

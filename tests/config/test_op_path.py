@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_actswap.config.op_path import op_path_fault, split_op_path
+from hf_actswap.config.layer_values import op_path_fault, split_op_path
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hf_actswap.config.keys import (
     SETTINGS,
     SWAP_KEYS,
 )
-from hf_actswap.config.op_path import op_path_fault
+from hf_actswap.config.layer_values import op_path_fault
 from hf_actswap.errors import ConfigError
 
 OP_PATHS = st.sampled_from(

@@ -7,16 +7,18 @@ order.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from ...config.json_documents import Bytes, JsonReader, Read, Rule
-from ...config.reader import Path
+from pydantic import AfterValidator, GetCoreSchemaHandler, GetPydanticSchema, PlainValidator
+from pydantic_core import CoreSchema, core_schema
+
+from ...config.documents import Bytes, JsonDocument, form_of
+from ...config.validation import Expected, rejected, show
 from ...errors import PlanError
-from ...plan.actions import LayerCount, Scope, scope_rule
+from ...plan.actions import LayerCount, Scope, scope_type
 from ...plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
 from ..profile import FrontierPoint, OpEvent, Profile
 
@@ -88,59 +90,61 @@ def profile_from_json(text: str, source: str = "") -> Profile:
         PlanError: the text is no profile, has another format, or is malformed; the error names every fault
             (if there are very many, the first ones).
     """
-    return profile_from_document(JsonReader(text, "profile", PlanError, source))
+    return profile_from_document(JsonDocument(text, "profile", PlanError, source))
 
 
-def profile_from_document(reader: JsonReader) -> Profile:
+def profile_from_document(document: JsonDocument) -> Profile:
     """Return the profile in a document that may hold other sections too; raise one error for all faults."""
-    reader.check_format(FORMAT, FORMAT_VERSION)
+    document.check_format(FORMAT, FORMAT_VERSION)
     for name, columns in (("op_event_columns", _OP_EVENT), ("use_columns", _USE)):
-        found = reader.document.get(name)
+        found = document.content.get(name)
         if found != list(columns):
-            reader.fault(("profile", name), f"the columns {', '.join(columns)}", found)
-    num_layers = reader.value(LayerCount, "num_layers")
-    reader.finish()
-    scope = scope_rule(num_layers)
-    is_scope = Rule(f"{scope.expected}, or null", lambda value: value is None or scope.holds(value))
-    reader.read_type_with(Scope | None, is_scope)
-    calls = reader.value(tuple[OpCall, ...], "calls")
-    reader.finish()
-    reader.read_as_list(OpEvent, Use, FrontierPoint)
-    reader.read_type_with(OpCall, _numbered(reader, calls, "a number of a call"))
-    reader.read_type_with(UseKind, _numbered(reader, _KINDS, f"a number of {', '.join(_KINDS)}"))
-    reader.read_type_with(bool, _numbered(reader, (False, True), "0 or 1"))
-    reader.read_type_with(SavedStorage, functools.partial(_storage, reader))
-    storages = reader.value(tuple[SavedStorage, ...], "storages")
-    modules = reader.value(tuple[frozenset[str], ...], "modules")
-    values = reader.fields(Profile, without=["saved"])
-    reader.finish()
-    _check_order(reader, values["op_events"])
+            document.fault((name,), f"the columns {', '.join(columns)}", found)
+    num_layers = document.read(LayerCount, "num_layers")
+    document.finish()
+    scope = {Scope | None: scope_type(num_layers, optional=True)}
+    calls = document.read(tuple[OpCall, ...], "calls", scope)
+    document.finish()
+    types = {
+        **scope,
+        OpCall: _numbered(calls, "a number of a call"),
+        UseKind: _numbered(_KINDS, f"a number of {', '.join(_KINDS)}"),
+        bool: _numbered((False, True), "0 or 1"),
+    }
+    rows = (OpEvent, Use, FrontierPoint)
+    types[SavedStorage] = _storage(form_of(Bytes), form_of(Use, types, rows))
+    storages = document.read(tuple[SavedStorage, ...], "storages", types)
+    modules = document.read(tuple[frozenset[str], ...], "modules")
+    values = document.fields(Profile, without=["saved"], types=types, rows=rows)
+    document.finish()
+    _check_order(document, values["op_events"])
     profile = Profile(SavedBytes(storages, dict(enumerate(modules))), **values)
     if len(profile.saved.modules) != num_layers:
-        reader.fault(("profile", "modules"), f"{num_layers} lists, one a layer", reader.document["modules"])
-    reader.finish()
+        document.fault(("modules",), f"{num_layers} lists, one a layer", document.content["modules"])
+    document.finish()
     return profile
 
 
-def _numbered(reader: JsonReader, table: Sequence[Any], expected: str) -> Read:
-    """Return a reader of values that the document gives by their number in ``table``."""
+def _numbered(table: Sequence[Any], expected: str) -> Any:
+    """Return the type of values that the document gives by their number in ``table``."""
 
-    def read(path: Path, value: Any) -> Any:
+    def item(value: Any) -> Any:
         if isinstance(value, int) and 0 <= value < len(table):
             return table[value]
-        return reader.fault(path, expected, value)
+        raise rejected(value, ((), expected, show(value), ""))
 
-    return read
+    return Annotated[Any, PlainValidator(item)]
 
 
-def _storage(reader: JsonReader, path: Path, value: Any) -> SavedStorage | None:
-    """Read the size of a storage and its uses, which stand in one row."""
-    if not isinstance(value, list) or not value:
-        return reader.fault(path, "a number of bytes, and uses", value)
-    size_bytes, *uses = (
-        reader.read(Use if at else Bytes, (*path, at), item) for at, item in enumerate(value)
-    )
-    return SavedStorage(size_bytes, tuple(uses))
+def _storage(size_bytes: Any, use: Any) -> Any:
+    """Return the type of a storage: its size and its uses stand in one list."""
+
+    def row(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        items = [handler.generate_schema(size_bytes), handler.generate_schema(use)]
+        return core_schema.tuple_schema(items, variadic_item_index=1)
+
+    made = AfterValidator(lambda items: SavedStorage(items[0], items[1:]))
+    return Annotated[Any, GetPydanticSchema(row), Expected("a number of bytes, and uses"), made]
 
 
 def _text(value: Any) -> str:
@@ -150,12 +154,12 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _check_order(reader: JsonReader, op_events: Sequence[OpEvent]) -> None:
+def _check_order(document: JsonDocument, op_events: Sequence[OpEvent]) -> None:
     """Report op events that do not follow each other without gaps, in uses and in operators."""
     order, op = 1, 0
     for index, op_event in enumerate(op_events):
         for name, expected in (("first_order", order), ("first_op", op)):
             found = getattr(op_event, name)
             if found != expected:
-                reader.fault(("profile", "op_events", index, name), str(expected), found)
+                document.fault(("op_events", index, name), str(expected), found)
         order, op = max(op_event.first_order, op_event.last_order + 1), op_event.first_op + op_event.num_ops

@@ -1,0 +1,339 @@
+"""Checks values with pydantic, and says what it rejects as `Problem`s: where, expected, found, what to do.
+
+Types state their conditions as pydantic does; `Expected` adds the words for people. `Findings` collects the
+problems of one document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import AllowInfNan, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from ..errors import Problem, nearest
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the document to a value."""
+
+SHOWN_CHARACTERS = 60
+_SHOWN_ITEMS = 8
+_SHOWN_DEPTH = 4
+_LARGEST_INT = 2**63 - 1
+_MAX_KEY_HINTS = 50
+
+NOTHING = object()
+"""Stands for a value that is missing."""
+
+EXPECTED_BOOL = "true or false"
+
+
+def rejected(value: object, *faults: tuple[Path, str, str, str]) -> ValidationError:
+    """Return an error for a validator to raise: faults as (path in the value, expected, found, hint)."""
+    return _error(
+        [
+            InitErrorDetails(type=_fault("fault", expected, found, hint), loc=path, input=value)
+            for path, expected, found, hint in faults
+        ]
+    )
+
+
+def rejected_again(
+    error: ValidationError, value: object, *faults: tuple[Path, str, str, str]
+) -> ValidationError:
+    """Return an error for a validator to raise: that of the parts of a value, and further faults."""
+    return _error([*lines_of(error), *(lines_of(rejected(value, *faults)) if faults else ())])
+
+
+def _fault(kind: str, expected: str, found: str, hint: str) -> PydanticCustomError:
+    facts = {"expected": expected, "found": found, "hint": hint}
+    # Halves of surrogate pairs cannot cross into pydantic.
+    plain = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in facts.items()}
+    return PydanticCustomError(kind, "{expected}", plain)
+
+
+def _error(lines: list[InitErrorDetails]) -> ValidationError:
+    return ValidationError.from_exception_data("document", lines)
+
+
+def lines_of(error: ValidationError, tags: int = 0) -> list[InitErrorDetails]:
+    """Return the faults of parts of a value, and those that a validator named, to be raised again.
+
+    Args:
+        error: what pydantic raised.
+        tags: how many steps at the head of each path are not the value's own.
+    """
+    return [
+        InitErrorDetails(
+            type=PydanticCustomError(line["type"], "{expected}", line["ctx"]),
+            loc=line["loc"][tags:],
+            input=line["input"],
+        )
+        for line in error.errors(include_url=False)
+        if line["type"] == "fault" or (line["type"] == "expected" and line["loc"][tags:])
+    ]
+
+
+def _found(value: object) -> str:
+    empty = isinstance(value, str | list | tuple) and not value
+    return f"an empty {'text' if isinstance(value, str) else 'list'}" if empty else show(value)
+
+
+def _no_hint(value: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a value must be, in words: the message for whatever its type rejects.
+
+    What is wrong with an item of a list, and what a validator said by `rejected`, keeps its own words.
+
+    Args:
+        text: what would be accepted.
+        hint: takes the rejected value, and returns what to do about it; may be empty.
+    """
+
+    text: str
+    hint: Callable[[Any], str] = _no_hint
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        branches = [item for item in get_args(source) if item is not NoneType]
+        # In a path pydantic names the branch of a union first.
+        tags = 1 if get_origin(source) in (Union, UnionType) and len(branches) > 1 else 0
+
+        def check(value: Any, of_type: Callable[[Any], Any]) -> Any:
+            try:
+                return of_type(value)
+            except ValidationError as error:
+                lines = lines_of(error, tags)
+            raise _error(lines or [self.line(value)]) from None
+
+        return core_schema.no_info_wrap_validator_function(check, handler(source))
+
+    def line(self, value: Any) -> InitErrorDetails:
+        """Return the fault of a value."""
+        return InitErrorDetails(
+            type=_fault("expected", self.text, _found(value), self.hint(value)), loc=(), input=value
+        )
+
+
+def _unquote_hint(value: object) -> str:
+    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return f"Write it without quotes: {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
+    return ""
+
+
+def one_of(*words: str) -> Expected:
+    """Return the words for a choice; only a near word is worth a hint, because all are listed."""
+
+    def hint(value: Any) -> str:
+        near = nearest(value, words) if isinstance(value, str) else ""
+        return near if near.startswith("Did") else ""
+
+    return Expected(f"{', '.join(words[:-1])} or {words[-1]}", hint)
+
+
+AnyInt = Annotated[int, Strict(), Field(ge=-_LARGEST_INT, le=_LARGEST_INT)]
+"""A number without a fraction that fits in 64 bits; a bool is not one."""
+
+AnyFloat = Annotated[float, Strict(), AllowInfNan(False)]
+Flag = Annotated[bool, Strict(), Expected(EXPECTED_BOOL, _unquote_hint)]
+Whole = Annotated[AnyInt, Expected("a whole number")]
+AtLeast1 = Annotated[AnyInt, Field(ge=1), Expected("a whole number, at least 1")]
+
+
+class Findings:
+    """Problems and notes about one document, given back in the order of the document.
+
+    Args:
+        document: the mapping that is read; it is never changed.
+        homes: section -> keys that it may hold, for hints about keys that stand elsewhere.
+    """
+
+    def __init__(
+        self, document: Mapping[Any, Any], homes: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        self.document = document
+        self._homes = homes or {}
+        self._problems: list[tuple[Path, Problem]] = []
+        self._notes: list[tuple[Path, str]] = []
+        self._places: dict[int, dict[Any, int]] = {}
+        self._key_hints = 0
+        self._above: Path = ()
+
+    def problem(self, path: Path, expected: str, found: str, hint: str = "") -> None:
+        """Note a fault of the value at ``path``."""
+        path = (*self._above, *path)
+        self._problems.append((path, Problem(where(path), expected, found, hint)))
+
+    def note(self, path: Path, line: str) -> None:
+        """Note one line about a value that was accepted."""
+        self._notes.append(((*self._above, *path), line))
+
+    def inside(self, path: Path, document: Mapping[Any, Any]) -> Findings:
+        """Return the findings about a document within this one; what is found there is found here too."""
+        inner = Findings(document, self._homes)
+        inner._problems, inner._notes, inner._above = self._problems, self._notes, (*self._above, *path)
+        return inner
+
+    def read(self, adapter: TypeAdapter[Any], path: Path, value: Any, context: Any = None) -> Any:
+        """Return a value as its type; ``None`` after its problems have been noted."""
+        try:
+            return adapter.validate_python(value, context=context)
+        except ValidationError as error:
+            for at, expected, found, hint in faults_of(error):
+                self.problem((*path, *at), expected, found, hint)
+            return None
+
+    def mapping(self, path: Path, value: object) -> Mapping[Any, Any]:
+        """Return a mapping; an empty one if the value is null or, with a problem, anything else."""
+        if isinstance(value, Mapping):
+            return value
+        if value is not None:
+            self.problem(path, "a mapping", show(value))
+        return {}
+
+    def keys(
+        self,
+        path: Path,
+        value: object,
+        types: Mapping[str, TypeAdapter[Any]],
+        context: Any = None,
+        *,
+        null: Collection[str] = (),
+        also: Sequence[str] = (),
+        ignored: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Read a mapping key by key; what is returned lacks the keys that could not be read.
+
+        Args:
+            path: path of the mapping.
+            value: the mapping, or ``None``.
+            types: the type of each key.
+            context: context for the validators.
+            null: keys that count as not written where they are null.
+            also: further valid keys, which the caller reads.
+            ignored: other keys that are no problem.
+        """
+        mapping, found, valid = self.mapping(path, value), {}, [*types, *also]
+        for key, item in mapping.items():
+            if key in types and not (item is None and key in null):
+                made = self.read(types[key], (*path, key), item, context)
+                if made is not None:
+                    found[key] = made
+            elif key not in valid and key not in ignored:
+                self.unknown_key(path, key, f"a key of `{where(path)}`", valid, sorted(ignored))
+        return found
+
+    def unknown_key(
+        self, path: Path, key: object, expected: str, valid: Sequence[str], also: Sequence[str] = ()
+    ) -> None:
+        """Note a key that is not valid; the first have hints, because thousands of searches take seconds."""
+        self._key_hints += 1
+        hint = self._key_hint(str(key), valid, also) if self._key_hints <= _MAX_KEY_HINTS else ""
+        if isinstance(key, str | int):
+            self.problem((*path, key), expected, "an unknown key", hint)
+        else:
+            self.problem(path, expected if not path else "keys that are text", f"the key {show(key)}", hint)
+
+    def _key_hint(self, name: str, valid: Sequence[str], also: Sequence[str]) -> str:
+        home = next((section for section, keys in self._homes.items() if name in keys), None)
+        if home is not None:
+            return f"It is a key of `{home}`: write it below that line."
+        hint = nearest(name, [*valid, *also])
+        return hint if hint.startswith("Did you mean") else nearest(name, valid)
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Return all problems, in the order of the document."""
+        return tuple(
+            problem for _, problem in sorted(self._problems, key=lambda item: self.position(item[0]))
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return all notes, in the order of the document."""
+        return tuple(line for _, line in sorted(self._notes, key=lambda item: self.position(item[0])))
+
+    def any_below(self, *sections: str) -> bool:
+        """Whether there is a problem in one of these sections."""
+        return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
+
+    def position(self, path: Path) -> tuple[float, ...]:
+        """Return where ``path`` is in the document, as a sort key; a missing key comes after all others."""
+        position: list[float] = []
+        value: Any = self.document
+        for step in path:
+            if isinstance(value, Mapping) and step in value:
+                position.append(self._place(value, step))
+                value = value[step]
+            elif isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
+                position.append(step)
+                value = value[step]
+            else:
+                position.append(math.inf)
+                break
+        return tuple(position)
+
+    def _place(self, mapping: Mapping[Any, Any], key: str | int) -> int:
+        places = self._places.get(id(mapping))
+        if places is None:
+            places = {name: place for place, name in enumerate(mapping)}
+            self._places[id(mapping)] = places
+        return places[key]
+
+
+def faults_of(error: ValidationError) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield path, what was expected, what was found and a hint, for everything that pydantic rejected."""
+    for line in error.errors(include_url=False):
+        facts = line.get("ctx", {})
+        expected = facts.get("expected", line["msg"])
+        yield line["loc"], expected, facts.get("found", show(line["input"])), facts.get("hint", "")
+
+
+def where(path: Path) -> str:
+    """Write a path as users do: ``swap_config.op_swap[1].layers``; ``document`` for the whole of it."""
+    text = ""
+    for step in path:
+        if isinstance(step, str) and step.isidentifier():
+            text += f".{step}" if text else step
+        else:
+            text += f"[{show(step)}]"
+    return text or "document"
+
+
+def show(value: object, depth: int = 0) -> str:
+    """Write a value as the user would recognise it: one line, YAML's words, at most 60 characters."""
+    text = _show_whole(value, depth)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def _show_whole(value: object, depth: int) -> str:
+    if value is NOTHING:
+        return "nothing"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return "a number beyond 64 bits" if abs(value) > _LARGEST_INT else str(value)
+    if isinstance(value, str):
+        head = value[:SHOWN_CHARACTERS]
+        return f"'{head}'" if head.isprintable() else repr(head)
+    if isinstance(value, list | tuple | Mapping) and depth >= _SHOWN_DEPTH:
+        return "..."
+    if isinstance(value, list | tuple):
+        items = [show(item, depth + 1) for item in value[:_SHOWN_ITEMS]]
+        more = ["..."] if len(value) > _SHOWN_ITEMS else []
+        return f"[{', '.join(items + more)}]"
+    if isinstance(value, Mapping):
+        pairs = [
+            f"{show(key, depth + 1)}: {show(value[key], depth + 1)}" for key in list(value)[:_SHOWN_ITEMS]
+        ]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, float):
+        return repr(value)
+    return " ".join(f"{type(value).__name__} {value!r}".split())

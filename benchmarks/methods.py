@@ -36,7 +36,7 @@ from hf_actswap.config import load_config
 from hf_actswap.engine import SwapStats
 from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
 from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
-from hf_actswap.planner.trials import best_trial
+from hf_actswap.planner.plan_file import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
 """It imports only torch, psutil, accelerate and transformers, because TRL's packages load the rest lazily."""

@@ -51,7 +51,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
 from hf_actswap.engine import AppliedPlan, Resources, Transfer, install
-from hf_actswap.engine.blocks import HostBuffer
+from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.model_structure import model_structure

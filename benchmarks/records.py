@@ -17,8 +17,8 @@ import torch
 import transformers
 from rich.console import Console
 
+from hf_actswap.engine.host_pool import PinnedSlabs
 from hf_actswap.engine.link import Link, measure_link
-from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.rehearsal.launch import SETTINGS as REHEARSAL
 from hf_actswap.version import __version__
 

@@ -188,7 +188,7 @@ def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: in
 
 
 def _request(row: Row, folder: str) -> Any:
-    from hf_actswap.cli.plan_request import Lora, ModelRequest
+    from hf_actswap.cli.options import Lora, ModelRequest
 
     (Path(folder) / "config.json").write_text(json.dumps(MODELS[row.model]), "utf-8")
     adapters = Lora(row.lora, ("all-linear",) if row.fits else ()) if row.lora else None

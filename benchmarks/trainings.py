@@ -35,9 +35,8 @@ from benchmarks.meters import give_back_cached_memory
 from benchmarks.records import Line, Record, Records
 from hf_actswap import apply
 from hf_actswap.engine import Transfer
-from hf_actswap.engine.host_pool import HostPool
-from hf_actswap.engine.slabs import PageableSlabs, PinnedSlabs
-from hf_actswap.engine.transfer_streams import transfer_of
+from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs
+from hf_actswap.engine.transfer import transfer_of
 from hf_actswap.planner import BudgetError, CountingMeter, Planner
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 

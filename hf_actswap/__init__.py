@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from .integrations.trainer import ActSwapTrainer
     from .plan import MemoryPlan, load_plan, model_structure, resolve_plan
-    from .plan.user_functions import adapt_mem_func_wrapper
+    from .plan.op_facts import adapt_mem_func_wrapper
     from .planner import op_hook
 
 __all__ = [

@@ -31,14 +31,12 @@ from .plan import (
     resolve_plan,
     with_problems_of_model,
 )
-from .plan.actions import Tile, format_scopes
-from .plan.checkpointing_rules import problems_of_checkpointing
+from .plan.actions import NOT_COMPARED, Tile, format_scopes
 from .plan.dry_run import is_dry
-from .plan.fingerprint import NOT_COMPARED
-from .plan.gradient_checkpointing import without_checkpointing
-from .plan.key_value_cache import without_cache
 from .plan.model_structure import unwrapped
-from .plan.tile_ladder import tile_ladder
+from .plan.tiles import tile_ladder
+from .plan.wrapper_rules import problems_of_checkpointing
+from .plan.wrappers import without_cache, without_checkpointing
 from .planner import Meter, PlannedTraining, Planner, start_planner
 from .planner.record.recorder import batch_shape
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of

@@ -43,8 +43,7 @@ from transformers import (
 from hf_actswap import ActSwapConfig, ActSwapTrainer, stage_from_config, stage_from_pretrained
 from hf_actswap.errors import ActSwapError
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
-from hf_actswap.parallel.lost_ranks import LostRankError
-from hf_actswap.parallel.rank_agreement import failing_together, shared_store
+from hf_actswap.parallel.rank_agreement import LostRankError, failing_together, shared_store
 from hf_actswap.plan import load_config_or_plan
 
 logger = logging.getLogger("llama_swap")

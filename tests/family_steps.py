@@ -9,7 +9,7 @@ import torch
 
 from hf_actswap import MemoryPlan, PlanError, apply, model_structure
 from hf_actswap.plan.actions import Tile
-from hf_actswap.plan.token_mixing import checked_tiles
+from hf_actswap.plan.tiles import checked_tiles
 from tests.parallel.patched_models import VOCABULARY, tiny_model
 
 RIGHT, REJECTED, WHOLE, WRONG = "right", "rejected", "whole", "wrong"

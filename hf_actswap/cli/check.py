@@ -14,14 +14,14 @@ from ..errors import ActSwapError, ConfigError, Problem
 from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import format_scopes
 from ..plan.resolve import RequestedPolicy, requested_policies
-from ..plan.tile_ladder import tile_names
+from ..plan.tiles import tile_names
 from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
+from .options import ModelRequest, reject_quantize
 from .output import answer, heading, listed, problems_document, shown_problems
 from .plan import Adapters, Quantize, Shard
 from .plan_answer import autocast_of, fate_table, step_table
-from .plan_request import ModelRequest, reject_quantize
 from .planned import PLANNED, comparison_steps, costly_fates_note, memory_in_force, planned
 from .step import StepShape, device_name, prediction_document, profile_of, ranks_of_a_machine
 from .subject import AnalysedModel, ModelError, subject, with_tp

@@ -16,9 +16,16 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..engine.host_memory import available_bytes, budget_bytes, locked_memory_limit, ranks_on_this_machine
+from ..engine.host_memory import (
+    SYS,
+    available_bytes,
+    budget_bytes,
+    locked_memory_limit,
+    node_of,
+    ranks_on_this_machine,
+    usable_cpus,
+)
 from ..engine.link import Link, measure_link
-from ..engine.numa import SYS, node_of, usable_cpus
 from ..version import __version__
 from . import options
 from .output import answer, link_text, size_text

@@ -13,14 +13,14 @@ from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError, PlanError, Problem, nearest
 from ..plan import Adjustment, MemoryPlan, ModelStructure, PlanRow, resolve_plan
 from ..plan.actions import FATES, SCOPES, Fate, Scope
-from ..plan.match import LayerNames
-from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from ..plan.model_structure import OUTPUT, is_below
+from ..plan.opnames import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from ..plan.resolve import RequestedPolicy, requested_policies
+from ..plan.rules import LayerNames
 from . import options
+from .options import ModelRequest
 from .output import answer, heading, listed, size_text
 from .plan_answer import windows_text
-from .plan_request import ModelRequest
 from .step import StepShape, profile_of, saved_by_op
 from .subject import AnalysedModel, subject, with_tp
 

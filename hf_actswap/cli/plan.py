@@ -10,17 +10,19 @@ from typing import Annotated
 import typer
 
 from . import options
-from .options import DtypeName, PaperOptimizerName, QuantizeName
-from .output import Answer, answer
-from .plan_request import (
+from .options import (
     PREDICTED,
     AskedStep,
+    DtypeName,
     Lora,
     ModelRequest,
+    PaperOptimizerName,
     PlanRequest,
+    QuantizeName,
     Sharding,
     reject_quantize,
 )
+from .output import Answer, answer
 
 Config = Annotated[
     str | None,

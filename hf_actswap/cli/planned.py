@@ -12,7 +12,7 @@ from ..engine.stats import GIB
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.tile_ladder import tile_names
+from ..plan.tiles import tile_names
 from ..planner.budget import (
     MARGIN_SHARE,
     BudgetError,
@@ -27,9 +27,8 @@ from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
-from .optimizers import state_bytes
 from .output import busy, size_text, step_ms_text
-from .step import StepShape, ladder_of, profile_of, recompute_everything
+from .step import StepShape, ladder_of, profile_of, recompute_everything, state_bytes
 from .subject import AnalysedModel
 
 LEAST = "least budget"

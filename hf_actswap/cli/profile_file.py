@@ -17,8 +17,7 @@ from ..config.sizes import device_kind
 from ..errors import ActSwapError, PlanError, Problem
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_document, profile_to_json
-from .options import AutocastName, OptimizerName
-from .plan_request import AskedStep
+from .options import AskedStep, AutocastName, OptimizerName
 from .step import StepShape
 from .subject import AnalysedModel
 

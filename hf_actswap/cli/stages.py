@@ -30,24 +30,16 @@ from ..pipeline.runtime import bubble_share, order_of_passes, passes_in_flight, 
 from ..pipeline.stages import layout_of
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import format_scopes
-from ..plan.dry_run import dry_call, fake_batch, fake_weights
-from ..plan.exchanged_weights import exchanged
+from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import budget_bytes, limits_of
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.stage_plans import plan_stages
+from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text
-from .plan_request import PlanRequest
-from .plan_summary import (
-    HostNeed,
-    PredictedStep,
-    Verdict,
-    assumptions,
-    budget_text,
-    limit_bytes,
-)
+from .plan_answer import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes
 from .planned import memory_in_force, paged_bytes
 from .step import (
     StepShape,

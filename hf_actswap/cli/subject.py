@@ -23,9 +23,8 @@ from ..config.hub import HubOptions, fetch, split_hub_id
 from ..errors import ActSwapError, Problem
 from ..parallel import patch_model, tensor_parallel_group
 from ..plan import ModelStructure, model_structure
-from ..plan.key_value_cache import without_cache
-from .options import DtypeName, QuantizeName
-from .plan_request import Lora, ModelRequest
+from ..plan.wrappers import without_cache
+from .options import DtypeName, Lora, ModelRequest, QuantizeName
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ In: a model, its `ModelStructure` and a `MemoryPlan` (`install`).
 Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the model is as it was.
 
 `hooks` and `forward_pass` follow the model, and give autograd a ticket for each tensor that it saves
-(`tickets`). Swap: `host_pool` and `slabs` hold host memory, `transfer` and `transfer_streams` move bytes,
+(`tickets`). Swap: `host_pool` holds host memory, `transfer` moves bytes,
 `windows`, `schedule` and `passes` decide when. Recompute: `recompute`, `kept_results`, `compiled_regions`.
-Tiles: `tiled_calls` for modules, `chunked_logits` and `head_chunks` for head and loss; `pieces` has helpers
+Tiles: `tiled_calls` for modules, `chunked_logits` for head and loss; `pieces` has helpers
 for both.
 
 It depends on tensors, autograd and streams, and on neither YAML nor model families.
@@ -17,8 +17,7 @@ from __future__ import annotations
 from .install import AppliedPlan, install
 from .plan_runtime import Resources
 from .stats import SwapStats
-from .transfer import BlockingTransfer, Transfer
-from .transfer_streams import StreamTransfer
+from .transfer import BlockingTransfer, StreamTransfer, Transfer
 
 __all__ = [
     "AppliedPlan",

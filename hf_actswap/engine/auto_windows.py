@@ -28,12 +28,11 @@ from typing import Literal
 
 from ..plan.actions import SCOPES, Adjustment, Scope, Windows, layer_order
 from .agreement import from_all_ranks
-from .backward import Backward
 from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
 from .passes import REACH, PassOrder
-from .schedule import NEVER
+from .schedule import NEVER, Backward
 from .stats import Counters, PendingTime, gib_text
 from .transfer import StepLog, Transfer
 from .windows import TOO_LATE_BACK, Candidate, Decision, Timeline, choose_windows

@@ -28,8 +28,7 @@ import torch
 from ..plan.actions import Scope, Windows
 from .autograd_state import made_by_packing_node
 from .fates import Action
-from .tickets import SwapGroup, SwapTicket, Ticket
-from .views import View
+from .tickets import SwapGroup, SwapTicket, Ticket, View
 
 logger = logging.getLogger(__name__)
 

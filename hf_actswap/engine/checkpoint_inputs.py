@@ -18,10 +18,10 @@ from typing import Literal
 from torch import nn
 
 from ..plan.actions import Scope
-from ..plan.gradient_checkpointing import checkpoints_its_call, is_checkpointed
 from ..plan.model_structure import LayerStructure
+from ..plan.wrappers import checkpoints_its_call, is_checkpointed
 from .auto_windows import AutoForward, Key
-from .operator_clock import OperatorClock
+from .schedule import OperatorClock
 from .tickets import SwapGroup
 
 Checkpoint = Literal["forward", "call"]

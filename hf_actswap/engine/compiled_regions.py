@@ -51,12 +51,12 @@ from torch.utils.checkpoint import (
 )
 
 from ..plan.actions import COMPILE_BUDGET, Scope
-from ..plan.compiled import uncompiled
 from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
 from ..plan.op_facts import aliased_argument, op_draws
 from ..plan.opnames import OpStack, function_name
-from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey, storage_key
+from ..plan.saved_bytes import RecomputedModules
+from ..plan.wrappers import uncompiled
 from .hook_wrappers import Undo, replace_forward, wrap_call
 
 _GRAPHS_OF_EARLIER_PLANS = 48

@@ -27,12 +27,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .blocks import HostBuffer
-from .host_pool import HostPool
-from .slabs import mapped
+from .host_pool import HostBuffer, HostPool, mapped
 from .swapped_storages import unmovable
-from .tickets import StaleTensorError, Ticket, keep
-from .views import View
+from .tickets import StaleTensorError, Ticket, View, keep
 
 logger = logging.getLogger(__name__)
 

@@ -28,17 +28,14 @@ from ..plan.opnames import OpStack
 from ..plan.record import storage_key
 from ..plan.saved_bytes import moved_range
 from .autograd_state import next_node_number
-from .backward import Backward
 from .cached_traces import BETWEEN, CachedTraces, SavedStep, SmallStep, Step, step_of
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
-from .owners import Owner, Owners, ScopeModules
-from .parameters import is_cast_of_parameter
+from .owners import Owner, Owners, ScopeModules, is_cast_of_parameter
 from .recompute import Region
-from .schedule import PrefetchOrder
+from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, ForwardContext, SwappedStorages
-from .tickets import Ticket, keep
-from .views import View
+from .tickets import Ticket, View, keep
 
 
 class ForwardPass:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import PlanError, Problem
-from ..plan.compiled import is_compiled
 from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.wrappers import is_compiled
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]

@@ -17,12 +17,15 @@ every hook returns at once.
 The hooks call two observers at each forward. `CheckpointWatch` raises an error if gradient checkpointing has
 been switched on since the plan was applied and the plan cannot work with it. `FirstStep` warns, once, if a
 step did nothing of what the plan says.
+
+Rejects calls of a model that a plan cannot follow, by name and before anything is computed.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,34 +39,112 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import PlanError
+from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
-from ..plan.checkpointing_rules import problems_of_checkpointing
-from ..plan.compiled import called_modules, uncompiled
 from ..plan.dry_run import holds_several_sequences
-from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
 from ..plan.opnames import OpStack
-from ..plan.recomputed_modules import RUN_AGAIN
+from ..plan.saved_bytes import RUN_AGAIN
 from ..plan.settle import settled
+from ..plan.wrapper_rules import problems_of_checkpointing
+from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .cached_traces import CachedTraces
-from .call_guard import CallGuard, reject_offloaded_weights, reject_transforms
-from .called_module import CalledModule, CheckpointedLayer, is_cache
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
-from .fates import FateTable
-from .forecast import DryRunForecast, dropped_by
+from .fates import FateTable, Slices
 from .forward_pass import ForwardPass
 from .hook_wrappers import Undo, compiled_wrapper, replace_call, replace_forward, wrap_call
+from .host_budget import DryRunForecast, dropped_by
 from .naming_mode import NamingMode, end_region
 from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
 from .recompute import Region
-from .slices import Slices
+from .replay import CalledModule, CheckpointedLayer, is_cache
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler
+
+_THREADS = Problem(
+    "model",
+    "one call at a time under a plan",
+    "a call in another thread while a training forward runs",
+    "Let one thread train (a lock around forward and backward), or give each thread a model of its own.",
+)
+_TRANSFORM = Problem(
+    "model",
+    "loss.backward() or torch.autograd.grad",
+    "a torch.func transform (grad, vmap, ...) around the model's call, which supports no saved-tensor hooks",
+    "Remove the plan for this call: applied.suspend() before, applied.resume() after.",
+)
+
+
+class CallGuard:
+    """Notes in which thread the training forward of one model runs.
+
+    Attributes:
+        thread: the thread's number; ``None``: none runs.
+    """
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a training forward runs in another thread."""
+        return self.thread is not None and self.thread != get_ident()
+
+    def enter(self, prepares: bool) -> bool:
+        """Note that a call of the model starts in this thread, before its hooks run.
+
+        Args:
+            prepares: whether a forward that runs is still being prepared: on fake tensors, which any call of
+                the model would meet.
+
+        Returns:
+            Whether it is a training forward, and not within another: `release` must follow.
+
+        Raises:
+            PlanError: a training forward runs in another thread.
+        """
+        trains = torch.is_grad_enabled()
+        with self._lock:
+            if self.runs_elsewhere and (prepares or trains):
+                raise PlanError([_THREADS])
+            if not trains or self.thread is not None:
+                return False
+            self.thread = get_ident()
+            return True
+
+    def release(self) -> None:
+        """Note that the training forward of this thread has ended."""
+        self.thread = None
+
+
+def reject_transforms() -> None:
+    """Raise `PlanError` inside `torch.func` transforms."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise PlanError([_TRANSFORM])
+
+
+def reject_offloaded_weights(root: nn.Module) -> None:
+    """Raise `PlanError` if hooks of accelerate bring weights to the device for one call each."""
+    names = [
+        f"{path}.{name}"
+        for path, module in root.named_modules()
+        if hasattr(module, "_hf_hook")
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_meta
+    ]
+    if names:
+        found = f"{len(names)} weights on meta ({names[0]}, ...): accelerate loads them for each call"
+        hint = (
+            "Load the model without cpu_offload, disk_offload or a device_map that offloads. If it does not "
+            "fit, quantise it, or shard it with FSDP2."
+        )
+        raise PlanError([Problem("model", "weights on the device", found, hint)])
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Host memory for swapped tensors: taken, given back, and used again over the steps.
 
-Slabs of memory (`slabs`) are cut at exact sizes. A block may consist of several **pieces**: first because a
+Slabs of memory are cut at exact sizes. A block may consist of several **pieces**: first because a
 copy moves piece by piece, so that no copy waits behind a gigabyte; second because a request that is larger
 than every free range is put together from several, so that all free memory can be used.
 
@@ -17,25 +17,452 @@ by the lock's holder, so the garbage collector never meets a half-changed pool.
 One case is left. After `HostPool.close` there may be no further call, so `give_back` itself tries the lock:
 if it is free, it collects; if not, the lock's holder reads the deque once more *after* releasing the lock.
 One of the two sees the block: an append before that read is seen by it, and one after it finds the lock free.
+
+Blocks of exact sizes, cut out of slabs. Not thread-safe: `host_pool` holds a lock around it.
+
+Free bytes of the slabs: a list of ranges in order of address, which are joined when they touch.
+
+Allocates the slabs of host memory that the host pool cuts up.
+
+Copies that run beside compute need page-locked memory. PyTorch's own (``pin_memory=True``) comes from a cache
+that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so `PinnedSlabs` maps
+memory itself and has the driver lock it. Most of the time goes into the first touch of cold pages; several
+threads on the processors of the device's NUMA node do that, so the pages also lie on that node.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .blocks import Blocks, HostBuffer
-from .slabs import SlabSource
+from .host_memory import bound_to, locked_memory_limit, usable_cpus
+
+ALIGNMENT_BYTES = 256
+"""Every range starts at a multiple of it. It is enough for copy engines and for any dtype."""
+
+
+class Range(NamedTuple):
+    """Bytes ``start`` to ``stop`` (exclusive) of one slab."""
+
+    slab: int
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the range."""
+        return self.stop - self.start
+
+
+class FreeRanges:
+    """Free ranges of numbered slabs; not thread-safe.
+
+    Attributes:
+        total_bytes: sum of the free ranges.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[Range] = []
+        self.total_bytes = 0
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The free ranges in order of address; no two of them touch."""
+        return tuple(self._ranges)
+
+    def add(self, freed: Range) -> None:
+        """Add a range that was not free, and join it with free neighbours."""
+        self.total_bytes += freed.size_bytes
+        at = bisect_left(self._ranges, freed)
+        slab, start, stop = freed
+        first = last = at
+        if at and self._ranges[at - 1].slab == slab and self._ranges[at - 1].stop == start:
+            first, start = at - 1, self._ranges[at - 1].start
+        if at < len(self._ranges) and self._ranges[at].slab == slab and self._ranges[at].start == stop:
+            last, stop = at + 1, self._ranges[at].stop
+        self._ranges[first:last] = [Range(slab, start, stop)]
+
+    def take(self, size_bytes: int, least_bytes: int) -> list[Range] | None:
+        """Take ranges that hold ``size_bytes`` together; ``None`` if there are none.
+
+        The first range that is long enough, or else the longest ranges, so that there are few. Each holds at
+        least ``least_bytes``, or all of the rest. The last one ends at a multiple of `ALIGNMENT_BYTES` or
+        with its slab, so it may be a little longer than needed.
+        """
+        if size_bytes == 0:
+            return []
+        for found in self._ranges:
+            if found.size_bytes >= size_bytes:
+                return [self._cut(found, size_bytes)]
+        chosen: list[tuple[Range, int]] = []
+        rest = size_bytes
+        for found in sorted(self._ranges, key=lambda free: (-free.size_bytes, free)):
+            if found.size_bytes < min(least_bytes, rest):
+                break
+            chosen.append((found, min(rest, found.size_bytes)))
+            rest -= chosen[-1][1]
+            if rest == 0:
+                return [self._cut(found, held) for found, held in chosen]
+        return None
+
+    def take_whole(self, slab: int, size_bytes: int) -> bool:
+        """Take a slab's only range if all ``size_bytes`` of it are free; return whether they were."""
+        whole = Range(slab, 0, size_bytes)
+        at = bisect_left(self._ranges, whole)
+        if at == len(self._ranges) or self._ranges[at] != whole:
+            return False
+        self._cut(whole, size_bytes)
+        return True
+
+    def _cut(self, free: Range, size_bytes: int) -> Range:
+        """Take the first ``size_bytes`` of a free range, rounded up to the alignment where it goes on."""
+        stop = min(free.stop, free.start + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        at = bisect_left(self._ranges, free)
+        self._ranges[at : at + 1] = [] if stop == free.stop else [Range(free.slab, stop, free.stop)]
+        self.total_bytes -= stop - free.start
+        return Range(free.slab, free.start, stop)
+
+
+_NO_SHAPE = torch.Size([])
+
+
+@dataclass(eq=False, slots=True)
+class HostBuffer:
+    """A block of host memory.
+
+    Args:
+        size_bytes: size of all pieces together.
+        pieces: uint8, shape (bytes,) each, in order; no two overlap, none is longer than the pool's limit.
+        ranges: places of the pieces in the slabs; used by the pool only.
+        last_use: event of the last copy that reads the block, ``None`` if there is none. The transfer sets
+            it and waits for it before the next write; the pool, before it cuts the block up.
+        dtype, shape: those of the contiguous tensor that the block holds; set by `hold`.
+    """
+
+    size_bytes: int
+    pieces: tuple[torch.Tensor, ...]
+    ranges: tuple[Range, ...]
+    last_use: Any = None
+    dtype: torch.dtype = torch.uint8
+    shape: torch.Size = _NO_SHAPE
+    _held: tuple[torch.Tensor, ...] = ()
+    _lengths: tuple[int, ...] = ()
+
+    def hold(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Set the dtype and shape of the contiguous tensor, of ``size_bytes`` bytes, that the block holds."""
+        if shape != self.shape or dtype is not self.dtype:
+            self.dtype, self.shape, self._held = dtype, shape, ()
+
+    def new_block(self, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor on ``device``, of the dtype and shape that the block holds."""
+        if len(self.pieces) > 1:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        (held,) = self._as_held()  # `torch.empty` itself takes the host twice as long
+        return torch.empty_like(held) if held.device == device else torch.empty_like(held, device=device)
+
+    def pairs(self, block: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (host, device) tensors whose copies, in order, move all of ``block``.
+
+        Args:
+            block: contiguous device tensor of the dtype and shape that this host block holds.
+
+        Raises:
+            ValueError: it is not contiguous. A copy of its bytes piece by piece would be another tensor, and
+                PyTorch would copy it whole on the copy stream first.
+        """
+        if not block.is_contiguous():
+            layout = f"shape {list(block.shape)} with strides {list(block.stride())}"
+            raise ValueError(f"copies to host memory and back: expected a contiguous tensor, found {layout}.")
+        held = self._as_held()
+        if len(held) == 1:
+            return ((held[0], block),)
+        return list(zip(held, torch.split_with_sizes(block.view(-1), self._lengths), strict=True))
+
+    def _as_held(self) -> tuple[torch.Tensor, ...]:
+        if not self._held:  # made once: a block mostly holds the same shape in every step
+            whole = len(self.pieces) == 1
+            parts = (piece.view(self.dtype) for piece in self.pieces)
+            self._held = tuple(part.view(self.shape) if whole else part for part in parts)
+            self._lengths = tuple(part.numel() for part in self._held)
+        return self._held
+
+
+class Blocks:
+    """Slabs, their free ranges, and returned blocks that are kept whole for the next request of their size.
+
+    Args:
+        piece_bytes: longest piece of a block.
+
+    Attributes:
+        held_bytes: size of all slabs.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._next_slab = 0
+        self._free = FreeRanges()
+        self._kept: dict[int, list[HostBuffer]] = {}
+        self.held_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes outside of kept blocks."""
+        return self._free.total_bytes
+
+    def add_slab(self, slab: torch.Tensor) -> None:
+        """Cut blocks out of ``slab`` (uint8, shape (bytes,)) too."""
+        size_bytes = slab.numel()
+        self._slabs[self._next_slab] = slab
+        self._free.add(Range(self._next_slab, 0, size_bytes))
+        self._next_slab += 1
+        self.held_bytes += size_bytes
+
+    def keep(self, buffer: HostBuffer) -> None:
+        """Take a block back; the next request of its size gets it unchanged."""
+        stack = self._kept.get(buffer.size_bytes)
+        if stack is None:
+            self._kept[buffer.size_bytes] = [buffer]
+        else:
+            stack.append(buffer)
+
+    def take(self, size_bytes: int, least_bytes: int) -> HostBuffer | None:
+        """Return a block, or ``None`` if no free range is large enough.
+
+        Args:
+            size_bytes: size of the block.
+            least_bytes: smallest range to use if several make up the block; the last may be smaller.
+        """
+        stack = self._kept.get(size_bytes)
+        if stack:
+            return stack.pop()
+        ranges = self._free.take(size_bytes, least_bytes)
+        if ranges is None and self._kept:
+            self._join_kept()
+            ranges = self._free.take(size_bytes, least_bytes)
+        if ranges is None:
+            return None
+        pieces: list[torch.Tensor] = []
+        rest = size_bytes
+        for found in ranges:
+            held = min(rest, found.size_bytes)
+            pieces += self._pieces(self._slabs[found.slab], found.start, held)
+            rest -= held
+        return HostBuffer(size_bytes, tuple(pieces), tuple(ranges))
+
+    def free_slabs(self, free: Callable[[torch.Tensor], None]) -> None:
+        """Call ``free`` for each slab without a block in use, newest first."""
+        self._join_kept()
+        for number in sorted(self._slabs, reverse=True):
+            size_bytes = self._slabs[number].numel()
+            if self._free.take_whole(number, size_bytes):
+                self.held_bytes -= size_bytes
+                free(self._slabs.pop(number))
+
+    def _pieces(self, slab: torch.Tensor, start: int, size_bytes: int) -> list[torch.Tensor]:
+        """Return slices of about equal length: a short last one would cost as much latency as a long one."""
+        count = -(-size_bytes // self._piece_bytes)
+        step = min(self._piece_bytes, -(-size_bytes // (count * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES)
+        stop = start + size_bytes
+        return [slab[at : min(at + step, stop)] for at in range(start, stop, step)]
+
+    def _join_kept(self) -> None:
+        """Turn kept blocks into free ranges. Rare; so it may wait for a copy that still reads one."""
+        for stack in self._kept.values():
+            for buffer in stack:
+                if buffer.last_use is not None:
+                    buffer.last_use.synchronize()
+                for given in buffer.ranges:
+                    self._free.add(given)
+        self._kept.clear()
+
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+_CHUNK_BYTES = 16 * 2**20
+
+
+class SlabSource(Protocol):
+    """Gives and takes back slabs of host memory. The host pool calls it from one thread at a time."""
+
+    pinned: bool
+    """Whether the next slab will be page-locked."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory: uint8, shape (size_bytes,).
+
+        Raises:
+            RuntimeError, MemoryError, OSError: there is none.
+        """
+
+    def free(self, slab: torch.Tensor) -> None:
+        """Take back what `allocate` returned; the caller drops its references."""
+
+
+class Cudart(Protocol):
+    """The functions used of ``torch.cuda.cudart()``, which on ROCm is HIP's runtime under the same names."""
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
+        """Page-lock memory."""
+
+    def cudaHostUnregister(self, pointer: int) -> Any:
+        """Unlock memory."""
+
+
+class PageableSlabs:
+    """Pageable memory: for the CPU as the device, where page-locking gains nothing."""
+
+    pinned = False
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory: uint8, shape (size_bytes,)."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def free(self, slab: torch.Tensor) -> None:
+        """Take back what `allocate` returned; the caller drops its references."""
+
+
+class PinnedSlabs:
+    """Page-locked memory of exact sizes.
+
+    Ordinary memory is locked with ``cudaHostRegister`` where there is a CUDA runtime (CUDA, ROCm); other
+    accelerators get PyTorch's pinned memory, sizes rounded as it does. When no more can be locked, a warning
+    says so once, and slabs are pageable from then on.
+
+    Args:
+        device: the accelerator.
+        cpus: processors next to it; threads there touch new memory first. Empty: any processor.
+        cudart: functions that lock memory, by default torch's own.
+        synchronize: waits until the device has nothing more to do; called before memory is unlocked, because
+            a copy whose graph is gone may still be under way. By default torch's own.
+
+    Attributes:
+        pinned: becomes ``False`` when no more memory can be locked.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cpus: frozenset[int] = frozenset(),
+        cudart: Cudart | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self.pinned = True
+        self._device = device
+        self._cpus = cpus
+        self._cudart = torch.cuda.cudart() if cudart is None and device.type == "cuda" else cudart
+        self._synchronize = synchronize or partial(torch.accelerator.synchronize, device)
+        self._locked: set[int] = set()
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory: uint8, shape (size_bytes,)."""
+        if self.pinned and self._cudart is None:
+            return self._from_torch(size_bytes)
+        slab = mapped(size_bytes)
+        if self._cudart is not None and self.pinned:
+            self._lock(slab, self._cudart)
+        return slab
+
+    def free(self, slab: torch.Tensor) -> None:
+        """Take back what `allocate` returned; the caller drops its references. Waits for the device first."""
+        self._synchronize()
+        pointer = slab.data_ptr()
+        if pointer in self._locked and self._cudart is not None:
+            self._locked.discard(pointer)
+            with self._on_device():
+                code = int(self._cudart.cudaHostUnregister(pointer))
+            if code != 0:
+                logger.warning("Could not unlock %d bytes of host memory (error %d).", slab.numel(), code)
+
+    def _lock(self, slab: torch.Tensor, cudart: Cudart) -> None:
+        """Touch the pages, then lock them.
+
+        It uses threads of its own: a failed call leaves its error code as the *thread's* last error, and the
+        next kernel launch on the same thread would report that error.
+        """
+        threads = min(_MOST_THREADS, len(self._cpus) or len(usable_cpus()) or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="actswap-pinning") as pool:
+            starts = range(0, slab.numel(), _CHUNK_BYTES)
+            list(pool.map(partial(self._touch, slab), starts))
+            problem = pool.submit(self._register, slab, cudart).result()
+        if problem:
+            self._no_more(problem)
+        else:
+            self._locked.add(slab.data_ptr())
+
+    def _touch(self, slab: torch.Tensor, start: int) -> None:
+        with bound_to(self._cpus):  # ctypes frees the interpreter's lock meanwhile
+            ctypes.memset(slab.data_ptr() + start, 0, min(_CHUNK_BYTES, slab.numel() - start))
+
+    def _register(self, slab: torch.Tensor, cudart: Cudart) -> str:
+        """Lock ``slab``; return what went wrong, or an empty string."""
+        try:
+            with self._on_device(), bound_to(self._cpus):
+                code = int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+        except RuntimeError as error:
+            return _first_line(error)
+        return f"cudaHostRegister failed with error {code}" if code != 0 else ""
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Select the device: otherwise a new thread makes a context on the first one, in every process."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _from_torch(self, size_bytes: int) -> torch.Tensor:
+        try:
+            with bound_to(self._cpus):
+                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            self._no_more(_first_line(error))
+        return mapped(size_bytes)
+
+    def _no_more(self, reason: str) -> None:
+        self.pinned = False
+        logger.warning(
+            "No more page-locked host memory (%s; %s): swapped tensors go to pageable memory, "
+            "whose copies do not overlap compute.",
+            reason,
+            locked_memory_limit(),
+        )
+
+
+def mapped(size_bytes: int) -> torch.Tensor:
+    """Return newly mapped pages, uint8, shape (size_bytes,); unmapped when the tensor's storage is freed.
+
+    They are whole pages, so that no other data is locked with them; huge ones if the kernel has them, which
+    are faster to touch and to lock. Forked processes (data loader workers) do not inherit them and do not
+    need them: otherwise the next write after a fork would go to a copy of the page, which is not locked for
+    the device.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    pages = mmap.mmap(-1, size_bytes, **flags)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
 
 __all__ = ["HostBuffer", "HostPool"]
 
-logger = logging.getLogger(__name__)
 
 MIB = 2**20
 _SLAB_STEP_BYTES = 2 * MIB

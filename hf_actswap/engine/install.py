@@ -13,22 +13,20 @@ from torch import nn
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, Tile
-from ..plan.compiled import named_op_modules
-from ..plan.compiled_rules import problems_of_compiled
-from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwrapped
-from ..plan.token_mixing import checked_tiles
+from ..plan.tiles import checked_tiles
+from ..plan.wrapper_rules import problems_of_compiled
+from ..plan.wrappers import FSDP2_METHOD, named_op_modules, parameter_groups
 from .chunked_logits import chunk_head, is_chunked
+from .fates import ReplicaRanks
 from .hook_wrappers import Hook
 from .hooks import Engine
 from .plan_runtime import PlanRuntime, Resources
-from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
-from .transfer import Transfer
-from .watched_copies import CopyListener
+from .transfer import CopyListener, Transfer
 
 logger = logging.getLogger(__name__)
 

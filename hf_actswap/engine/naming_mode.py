@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 from ..plan.op_facts import COMMUNICATIONS, can_run_again, draws_random_numbers
 from ..plan.opnames import function_name
 from ..plan.record import storage_key
-from .catcher import RecomputeError
 from .fates import KEEP, Action, FateTable
 from .forward_pass import ForwardPass
-from .recompute import Region
+from .recompute import RecomputeError, Region
 from .stats import Counters
 
 

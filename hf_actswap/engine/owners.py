@@ -2,12 +2,14 @@
 
 A storage is identified by the address of its storage object, which cannot be reused while its owner holds a
 `StorageWeakRef` on it.
+
+Recognises weights, also as parts of tensor subclasses or as casts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,33 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
-from ..plan.record import storage_key
+from ..plan.record import is_cast_of_parameter, storage_key
 from .auto_windows import Key
 from .fates import KEEP, Action
-from .parameters import inner_tensors
 from .recompute import Region
+
+__all__ = ["inner_tensors", "is_cast_of_parameter", "parameter_places"]
+
+
+def inner_tensors(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Yield a parameter, and the plain tensors inside it (DTensor, NF4, Float8, torchao's subclasses)."""
+    if tensor is None:
+        return
+    yield tensor
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # DTensor also names its device mesh
+                yield from inner_tensors(part)
+
+
+def parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the module and the name of each parameter, in the model's order."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name
 
 
 @dataclass(frozen=True)

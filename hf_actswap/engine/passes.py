@@ -41,8 +41,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from .backward import Backward
-from .schedule import NEVER, ReleaseQueue
+from .schedule import NEVER, Backward, ReleaseQueue
 from .tickets import SwapGroup
 
 Swapped = weakref.ref[SwapGroup]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from ..plan.exchanged_weights import exchanged
+from ..plan.dry_run import exchanged
 
 _PRODUCT_ROWS = 16_384
 """Most rows of a weight's gradient computed at once, so that there is no second fp32 copy of all of it."""

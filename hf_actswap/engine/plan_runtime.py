@@ -10,17 +10,14 @@ from torch import nn
 
 from ..plan.actions import Adjustment, MemoryPlan
 from .auto_windows import AutoWindows, StageWindows
-from .fates import FateTable
+from .fates import FateTable, ReplicaRanks
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
-from .parameters import parameter_places
+from .owners import parameter_places
 from .passes import PassOrder
-from .slices import ReplicaRanks
 from .stats import Counters, SwapStats
 from .swapped_storages import ForwardContext, PackHandler
-from .transfer import Transfer
-from .transfer_streams import transfer_of
-from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
+from .transfer import CopyListener, Transfer, WatchedTransfer, profiler_is_on, transfer_of
 
 
 @dataclass(frozen=True, slots=True)

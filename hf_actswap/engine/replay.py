@@ -1,11 +1,32 @@
-"""Saves and restores the state in which a call is made, to run it again: autocast and random numbers."""
+"""Saves and restores the state in which a call is made, to run it again: autocast and random numbers.
+
+What a call of a module reads beside its arguments, and how it finds the same when it runs again.
+
+Between a forward and its backward a program may change what a module reads:
+
+* **Weights** (an optimizer step too early). Autograd raises an error when it meets a saved tensor that was
+  written in place. A module that runs again has saved none, so versions are compared here.
+* **Hooks.** PEFT puts hooks on layers for one forward, by which they know their task or their adapter.
+* **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
+  it was (prefix tuning; a call with ``use_cache``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..plan.dry_run import put_back
+from ..plan.opnames import function_name
+from .tickets import StaleTensorError
 
 _CPU = torch.device("cpu")
 _AutocastState = tuple[str, bool, torch.dtype, bool]
@@ -101,3 +122,232 @@ def _replayed(states: RandomState) -> Iterator[None]:
         yield
     finally:
         set_random_state(present)
+
+
+Place = Any
+"""A dict or list whose items are put back."""
+
+
+class CalledModule:
+    """One call of a module that will run again.
+
+    Args:
+        name: name of the module in messages.
+        modules: the module and all modules inside it.
+        values: what it is called with and no ticket holds: tensors, tuples of tensors, key-value caches.
+    """
+
+    __slots__ = ("_caches_before", "_held", "_hooks", "_hooks_before", "_modules", "_versions", "name")
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], values: Sequence[Any] = ()) -> None:
+        self.name, self._modules = name, modules
+        own = _set_to_themselves(modules)
+        held: list[torch.Tensor] = [
+            weight
+            for module in modules
+            for weight in module._parameters.values()
+            if weight is not None and id(weight) not in own
+        ]
+        self._held = held
+        self._hooks: list[dict[int, Any]] = []
+        for module in modules:
+            if module._forward_pre_hooks:
+                self._hooks += (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        caches: list[Place] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                held.append(value)
+            elif isinstance(value, tuple | list):
+                held += [item for item in value if isinstance(item, torch.Tensor)]
+            elif is_cache(value):
+                caches += _places_in(value)
+        self._versions = [tensor._version for tensor in held]
+        self._hooks_before = [hooks.copy() for hooks in self._hooks]
+        self._caches_before = [(place, place.copy()) for place in caches]
+
+    def check(self) -> None:
+        """Raise `StaleTensorError` if something that it may read was written in place since the call."""
+        for tensor, version in self._written():
+            raise StaleTensorError(tensor.shape, version, tensor._version, self._name_of(tensor))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run with the hooks and caches of the call, and hooks that came later; leave them as they are now.
+
+        Raises:
+            StaleTensorError: within the block, when it reads a weight that was written in place since.
+        """
+        changed = self._caches_before
+        if self._hooks != self._hooks_before:
+            pairs = zip(self._hooks, self._hooks_before, strict=True)
+            changed = [*changed, *((hooks, before | hooks) for hooks, before in pairs)]
+        present = [(place, place.copy()) for place, _ in changed]
+        written = self._written()
+        try:
+            for place, before in changed:
+                put_back(place, before)
+            with _RejectingReads(written, self._name_of) if written else nullcontext():
+                yield
+        finally:
+            for place, now in present:
+                put_back(place, now)
+
+    def _written(self) -> list[tuple[torch.Tensor, int]]:
+        if [tensor._version for tensor in self._held] == self._versions:
+            return []
+        pairs = zip(self._held, self._versions, strict=True)
+        return [(tensor, version) for tensor, version in pairs if tensor._version != version]
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        found = (name for name, weight in self._modules[0].named_parameters() if weight is tensor)
+        what = next(found, None)
+        return f"{self.name}: an argument" if what is None else f"{self.name}: the weight {what}"
+
+
+def _set_to_themselves(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of frozen weights whose versions grow in each call, though no value changes.
+
+    With ``LoraConfig(target_parameters=...)`` PEFT wraps the weights of experts. For the time of a call the
+    wrapper puts a parametrization on its weight, and PyTorch sets the weight to itself then, in place.
+    """
+    found: set[int] = set()
+    for module in modules:
+        if hasattr(type(module), "get_param") and hasattr(type(module), "get_base_layer"):
+            wrapper: Any = module
+            weight = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
+            if weight is not None and not weight.requires_grad:
+                found.add(id(weight))
+    return found
+
+
+class _RejectingReads(TorchFunctionMode):
+    """Raises an error where a tensor is read that was written in place: by a function, or by its own module.
+
+    What is never read may be written: the weights of an adapter that is switched off.
+    """
+
+    def __init__(
+        self, written: Iterable[tuple[torch.Tensor, int]], name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        super().__init__()
+        self._written, self._name_of = {id(tensor): (tensor, version) for tensor, version in written}, name_of
+
+    def __enter__(self) -> _RejectingReads:
+        self._handle = register_module_forward_pre_hook(self._enters)  # for custom functions
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._handle.remove()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function_name(func) is not None:
+            self._reject(tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+    def _enters(self, module: nn.Module, _args: Any) -> None:
+        self._reject(module._parameters.values())
+
+    def _reject(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if id(value) in self._written:
+                tensor, version = self._written[id(value)]
+                raise StaleTensorError(tensor.shape, version, tensor._version, self._name_of(tensor))
+
+
+class CheckpointedLayer:
+    """A layer that ``torch.utils.checkpoint`` runs again.
+
+    Its hooks do not see whether a layer writes into what it has saved, which autograd would reject. That is a
+    fault of the layer's code, so the first run in backward shows it: in this run versions are compared.
+
+    Args:
+        name: name of the layer in messages.
+        layer: the layer.
+
+    Attributes:
+        shown: whether a run has shown that the layer does not do so.
+    """
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name, self.shown = name, False
+        self._modules = tuple(layer.modules())
+
+    def contexts(self, values: Sequence[Any]) -> tuple[AbstractContextManager[None], CheckpointedCall]:
+        """Return the contexts of a call and of its run in backward; ``values`` as of `CalledModule`."""
+        return nullcontext(), CheckpointedCall(self, CalledModule(self.name, self._modules, values))
+
+
+class CheckpointedCall:
+    """The context in which one call of a layer runs again; with ``retain_graph`` it is entered several times.
+
+    Args:
+        layer: the layer.
+        called: the call.
+    """
+
+    __slots__ = ("_called", "_entered", "_layer")
+
+    def __init__(self, layer: CheckpointedLayer, called: CalledModule) -> None:
+        self._layer, self._called = layer, called
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        self._entered.enter_context(self._called.restored())
+        if not self._layer.shown:
+            self._entered.enter_context(self._watched())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        packed: list[tuple[torch.Tensor, int]] = []
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def noting_version(tensor: torch.Tensor) -> Any:
+            packed.append((tensor, tensor._version))
+            return pack(tensor)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(noting_version, unpack):
+                yield
+        finally:  # the run ends with an exception as soon as all tensors are there
+            written = [(tensor.shape, version, tensor._version) for tensor, version in packed]
+            packed.clear()  # nodes of this run hold the hook, and the tensors hold the nodes
+            for shape, version, now in written:
+                if now != version:
+                    raise StaleTensorError(shape, version, now, self._layer.name)
+            self._layer.shown = True
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a key-value cache of transformers, which this package does not import."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _places_in(cache: Any) -> Iterator[Place]:
+    """Yield what a cache holds its tensors in: its attributes, its list of layers, and theirs."""
+    yield vars(cache)
+    for value in vars(cache).values():
+        if isinstance(value, dict):
+            yield value
+        elif isinstance(value, list):
+            yield value
+            for layer in value:
+                if hasattr(layer, "__dict__"):
+                    yield vars(layer)
+        elif is_cache(value):
+            yield from _places_in(value)

@@ -24,11 +24,10 @@ from ..plan.record import storage_key
 from .autograd_state import running_node_number
 from .hook_wrappers import Undo, compiled_wrapper, wrap_call
 from .install import AppliedPlan
-from .parameters import inner_tensors
+from .owners import inner_tensors
 from .stats import PendingTime
 from .tickets import Ticket, keep
-from .transfer import Stamp, StepLog
-from .watched_copies import Direction, WatchedCopy
+from .transfer import Direction, Stamp, StepLog, WatchedCopy
 
 Phase = Literal["forward", "backward", "outside", "waiting"]
 

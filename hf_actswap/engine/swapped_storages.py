@@ -13,17 +13,14 @@ from ..plan.actions import Windows
 from ..plan.saved_bytes import moved_range
 from .auto_windows import AutoWindows
 from .autograd_state import next_node_number
-from .backward import Backward, Reference
 from .checkpoint_inputs import CheckpointInputs
 from .fates import Action, FateTable
 from .host_pool import HostPool
 from .passes import CrossingReleases, PassOrder
-from .schedule import PrefetchRequest, ReleaseQueue
+from .schedule import Backward, PrefetchRequest, Reference, ReleaseQueue
 from .stats import Counters
-from .tickets import SwapGroup, SwapTicket, Ticket
-from .transfer import Transfer
-from .views import View
-from .watched_copies import WatchedTransfer
+from .tickets import SwapGroup, SwapTicket, Ticket, View
+from .transfer import Transfer, WatchedTransfer
 
 Swapped = SwapGroup | SwapTicket
 """The ticket of a tensor that moves."""

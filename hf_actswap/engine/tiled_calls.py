@@ -20,7 +20,7 @@ saves is there for one piece at a time.
 * **Random numbers** of a piece are the same both times: the pieces run again in their order, from the state
   in which the first run began.
 
-Which modules treat tokens one by one is found out by `plan.token_mixing`.
+Which modules treat tokens one by one is found out by `plan.tiles`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..plan.actions import Tile
-from ..plan.compiled import is_compiled
 from ..plan.dry_run import no_backward
-from ..plan.fsdp2 import FSDP2_METHOD
+from ..plan.wrappers import FSDP2_METHOD, is_compiled
 from .hook_wrappers import Undo, reject_tracing, replace_call, replace_forward
 from .pieces import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, zero_sum
 from .replay import CallState

@@ -4,7 +4,7 @@
 what                   how
 ====================== ==================================================================================
 who holds what         a mesh (data axis, tensor axis); the model is patched before the optimizer is built
-batches                by data rank (`replicated_batches`)
+batches                by data rank
 wrapping               autocast by Accelerate; DistributedDataParallel over the data axis only, never over
                        the world, where it would overwrite every rank's shards by those of rank 0
 gradients              tagged ones are summed once per optimizer step, when the norm is computed
@@ -13,32 +13,48 @@ norm and clip          of the whole model, the same on every rank
 
 This module does not depend on the Trainer: `trainer_mixin` and `callback` use it there, `prepare` in other
 loops.
+
+Tells Accelerate that the ranks of a group train on the same batch: data loaders, metrics, token counts.
+
+TRL's fused head, for a head whose vocabulary is divided among the ranks.
+
+TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and then reads the head's
+weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead of logits. A rank that
+holds a part of the weight would get these for a part of the vocabulary only. So TRL's forward is replaced in
+turn by one that computes the same fields from every rank's part of the logits.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import ParallelismConfig
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.utils import ModelOutput
 
 from ..config import ActSwapConfig
 from ..engine.passes import PassOrder
 from ..errors import Problem
 from ..parallel.collectives import reduce_in_place
 from ..parallel.data_sharding import sharded_parameters
-from ..parallel.gradient_norm import clip_grad_norm
-from ..parallel.gradients import TaggedGradients, reject_unsummed
-from ..parallel.lost_ranks import LostRanks
+from ..parallel.gradients import TaggedGradients, clip_grad_norm, reject_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import (
+    LostRanks,
     RankAgreementError,
     by_rank,
     check_agreement,
@@ -46,19 +62,234 @@ from ..parallel.rank_agreement import (
     failing_together,
     parameters_fact,
 )
+from ..parallel.sequence_region import IGNORED
+from ..parallel.vocabulary import parallel_cross_entropy
 from ..plan import MemoryPlan
 from ..planner import PlannedTraining
 from ..report import BytesBar
 from ..report.run_files import RecordedStages
-from .fused_head import replace_fused_head
-from .optimizer_parameters import (
-    full_optimizer_state,
-    names_of_parameters,
-    own_optimizer_state,
-    rebind,
-)
-from .replicated_batches import gather_one_of_each, patched_attribute, read_by_data_rank
+from .parallel_checkpoint import full_optimizer_state, names_of_parameters, own_optimizer_state, rebind
+from .parallel_limits import ParallelTrainingError
 from .shared_config import facts_to_compare
+
+
+def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
+    """Let data loaders that ``accelerator`` prepares from now on give the ranks of a group the same batches.
+
+    Accelerate does so for a mesh with a dim ``tp``. The mesh is set on this accelerator, not in Accelerate's
+    state, which the whole process shares: it would change the loaders of a later training too. Accelerate
+    assumes that the ranks of a group have consecutive numbers. In a pipeline they have not, so Accelerate is
+    given the process index that this rank would have if they had.
+    """
+    accelerator._prepare_device_mesh = lambda: mesh.device_mesh
+    index = mesh.data_parallel_rank * mesh.tensor_parallel_size + mesh.tensor_parallel_rank
+
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        with patched_attribute(accelerator.state, "process_index", index):
+            return type(accelerator).prepare_data_loader(accelerator, *args, **kwargs)
+
+    accelerator.prepare_data_loader = prepare_data_loader
+    if accelerator.dataloader_config.dispatch_batches is None:
+        # By default rank 0 reads an IterableDataset for all. With a tp dim Accelerate has no data axis there,
+        # and would send one batch to every rank.
+        accelerator.dataloader_config.dispatch_batches = False
+
+
+def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
+    """Let ``accelerator.gather_for_metrics`` return each sample once, not once per rank that computed it."""
+    original: Callable[..., Any] = accelerator.gather_for_metrics
+    first_ranks = mesh.device_mesh.mesh[:, 0].tolist()
+
+    def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
+        """Return the samples of the first rank of each group: ``[ranks / tp * n, ...]``.
+
+        Args:
+            gathered: samples of all ranks, ``[ranks * n, ...]``.
+        """
+        by_rank = gathered.reshape(accelerator.num_processes, -1, *gathered.shape[1:])
+        return by_rank[first_ranks].flatten(0, 1)
+
+    def gather(data: Any) -> Any:
+        return recursively_apply(one_of_each, type(accelerator).gather(accelerator, data))
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not _all_tensors(input_data):
+            mine = input_data if mesh.tensor_parallel_rank == 0 else type(input_data)()
+            return original(mine, use_gather_object=True)
+        with patched_attribute(accelerator, "gather", gather):
+            return original(input_data)
+
+    accelerator.gather_for_metrics = gather_for_metrics
+
+
+@contextmanager
+def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
+    """Within the block, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
+
+    The Trainer of transformers 5.17 reads only this when it counts tokens and scales the loss. It is not set
+    for longer, because Accelerate would then prepare, clip and save in its own way.
+    """
+    state = accelerator.state
+    before = state.parallelism_config
+    state.parallelism_config = ParallelismConfig(tp_size=tensor_parallel_size)
+    try:
+        yield
+    finally:
+        state.parallelism_config = before
+
+
+@contextmanager
+def patched_attribute(of: Any, name: str, answer: Any) -> Iterator[None]:
+    """Within the block, the attribute ``name`` (a method or value) of the object ``of`` is ``answer``."""
+    before = vars(of).get(name)
+    setattr(of, name, answer)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(of, name)
+        else:
+            setattr(of, name, before)
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+_FLAG = "fused_lm_head"
+_FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
+_PIECE_TOKENS = 1024
+"""Tokens whose logits are in fp32 at a time. If the head runs in tiles, only these logits are computed."""
+
+
+@dataclass
+class ParallelFusedOutput(ModelOutput):
+    """The fields of TRL's ``FusedCausalLMOutput``, per token ``[B, S - 1]``; reading logits gathers them."""
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+def replace_fused_head(patched: Patched) -> None:
+    """Replace TRL's fused forward on a patched model, if there is one; safe to call again.
+
+    Raises:
+        ParallelTrainingError: TRL's forward returns a field that the replacement cannot compute.
+    """
+    root = patched.bare
+    fused = getattr(root.forward, "__func__", None)
+    if fused is None or _FLAG not in (getattr(fused, "__kwdefaults__", None) or {}):
+        return
+    settings = inspect.getclosurevars(fused).nonlocals
+    _reject(settings)
+    parallel = _ParallelFusedForward(patched, root.forward, float(settings.get("temperature", 1.0)))
+
+    # It has the signature of the model's own forward: the Trainer chooses the data's columns by it.
+    @functools.wraps(type(root).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return parallel(self, *args, **kwargs)
+
+    root.forward = types.MethodType(forward, root)
+
+
+def _reject(settings: Mapping[str, Any]) -> None:
+    unknown = sorted(set(settings.get("outputs", ())) - _FIELDS)
+    if unknown or settings.get("cast_lm_head_to_fp32"):
+        found = ", ".join(unknown) or "a head in fp32"
+        hint = "Use a trainer that asks for less, or tensor_parallel_size 1."
+        known = ", ".join(sorted(_FIELDS))
+        raise ParallelTrainingError(
+            [Problem("the trainer's fused head", f"no more than {known}", found, hint)]
+        )
+
+
+class _ParallelFusedForward:
+    """The forward that replaces TRL's. It is bound to the model, so the model's hooks run around it.
+
+    Args:
+        patched: the divided model.
+        before: TRL's forward, for calls without the flag ``fused_lm_head``.
+        temperature: number by which logits are divided.
+    """
+
+    def __init__(self, patched: Patched, before: Callable[..., Any], temperature: float) -> None:
+        self._patched, self._before, self._temperature = patched, before, temperature
+
+    def __call__(self, model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """Return `ParallelFusedOutput` if ``fused_lm_head`` is set, else what TRL's forward returns."""
+        if not fused_lm_head:
+            return self._before(*args, **kwargs)
+        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        count = kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        output = type(model).forward(model, *args, **kwargs)
+        logits = output.logits if shifted is not None else output.logits[:, :-1]
+        targets = labels[:, 1:] if shifted is None else shifted
+        current = self._patched.region.current
+        if current is not None:
+            current.loss_computed = True
+            if current.length:  # without the padding that made the length divisible by the ranks
+                kept = current.length - (shifted is None)
+                logits, targets = logits[:, :kept], targets[:, :kept]
+        return self._fields(model, logits / self._temperature, targets, count, output)
+
+    def _fields(self, model: Any, shard: torch.Tensor, targets: torch.Tensor, count: Any, output: Any) -> Any:
+        group = self._patched.group
+        vocabulary_size = model.config.get_text_config().vocab_size
+        mask = targets != IGNORED
+        losses = parallel_cross_entropy(
+            shard, targets, process_group=group, vocabulary_size=vocabulary_size, ignore_index=IGNORED
+        )
+        with torch.no_grad():
+            own, tokens = shard.detach(), max(1, _PIECE_TOKENS // len(targets))
+            some = [slice(first, first + tokens) for first in range(0, targets.shape[1], tokens)]
+            found = [_statistics(own[:, at].float(), targets[:, at], vocabulary_size, group) for at in some]
+            entropy, is_top1 = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        loss = losses.sum() / (mask.sum().clamp(min=1) if count is None else count)
+        return ParallelFusedOutput(
+            loss=loss,
+            log_probs=-losses,
+            entropy=entropy.masked_fill(~mask, 0),
+            is_top1=is_top1 & mask,
+            label_mask=mask,
+            aux_loss=getattr(output, "aux_loss", None),
+            logits=output.logits,
+        )
+
+
+def _statistics(
+    shard: torch.Tensor, targets: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return entropy (nats) of each token's prediction, and whether its target is the top id: ``[B, S]``."""
+    first = group.rank() * shard.shape[-1]
+    held = max(0, min(shard.shape[-1], vocabulary_size - first))
+    columns = F.pad(shard[..., :held], (0, int(held == 0)), value=-torch.inf)
+    largest = columns.amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    shifted = columns - largest.unsqueeze(-1)
+    weights = shifted.exp()
+    own = targets - first
+    is_own = (own >= 0) & (own < held)
+    at_target = columns.gather(-1, own.clamp(0, columns.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack(
+        [
+            weights.sum(-1),
+            (weights * shifted.nan_to_num(neginf=0.0)).sum(-1),
+            (is_own & (at_target == largest)).float(),
+        ]
+    )
+    dist.all_reduce(sums, group=group)
+    total, product, top = sums.unbind()
+    return total.log() - product / total, top > 0
 
 
 class DividedTraining(ABC):
@@ -265,7 +496,7 @@ class ParallelTraining(DividedTraining):
         return self.patched.group
 
     def replace_fused_head(self) -> None:
-        """Replace TRL's fused head (`fused_head`) by one for a divided vocabulary, if there is one."""
+        """Replace TRL's fused head by one for a divided vocabulary, if there is one."""
         replace_fused_head(self.patched)
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:

@@ -5,7 +5,7 @@ what                   how
 ====================== ==================================================================================
 who holds what         a mesh (stages, data axis, tensor axis). Before the optimizer is built the model is
                        checked (`check_cut`), divided over the tensor axis and checked again, and cut
-batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
+batches                by data rank; gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
 gradients              of tied weights are summed over the stages that hold them, tagged ones over the
@@ -60,10 +60,9 @@ from ..plan import MemoryPlan, model_structure
 from ..plan.actions import format_scopes
 from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
-from .optimizer_parameters import gathered_entry, names_of_parameters, shard_of_entry
+from .parallel_checkpoint import gathered_entry, names_of_parameters, shard_of_entry
 from .parallel_limits import problems_of_trainer
-from .parallel_training import DividedTraining
-from .replicated_batches import patched_attribute
+from .parallel_training import DividedTraining, patched_attribute
 
 logger = logging.getLogger(__name__)
 

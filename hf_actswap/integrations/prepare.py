@@ -18,7 +18,7 @@ from ..parallel.rank_agreement import failing_together
 from ..pipeline import PipelineError
 from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
-from .optimizer_parameters import full_optimizer_state, own_optimizer_state
+from .parallel_checkpoint import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .shared_config import facts_to_compare

@@ -29,9 +29,8 @@ from .parallel_checkpoint import (
     random_states_by_data_rank,
     write_layout,
 )
-from .parallel_training import ParallelTraining
+from .parallel_training import ParallelTraining, parallelism_config_set
 from .pipeline_training import PipelineTraining
-from .replicated_batches import parallelism_config_set
 from .trainer_setup import wrap_model
 
 NO_LABEL = -100

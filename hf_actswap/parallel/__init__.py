@@ -1,37 +1,35 @@
 """Divides the layers of a model among the ranks of a tensor-parallel group, and the sequence between them.
 
-In: a Hugging Face model and a process group (`patch_model`), or NxD's layers used by hand (`layers`,
-    `embedding`).
-Out: the same model with column- and row-parallel layers; its state dict stays that of one process
-    (`full_state`).
+In: a Hugging Face model and a process group (`patch_model`), or NxD's layers used by hand (`layers`).
+Out: the same model with column- and row-parallel layers; its state dict stays that of one process.
 
 `tensor_plan` and `families` say which parameters are divided and how, `sequence_region` where hidden states
-are parts of the sequence, `communication` names what ranks exchange in forward, `gradients` sums gradients of
+are parts of the sequence, `mappings` names what ranks exchange in forward, `gradients` sums gradients of
 which each rank has a part, `rank_agreement` lets ranks fail together.
 
 The package depends on process groups and modules, and not on YAML, plans or the engine.
 """
 
-from . import embedding, gqa, layer_norm, layers, mappings, rms_norm
+from . import layer_norm, layers, mappings
+from .collectives import Replicas, enclosing_group, enclosing_replicas, tensor_parallel_group
 from .column_input import InputSettings, column_input
-from .cross_entropy import (
-    from_parallel_logits_to_logprobs,
-    parallel_causal_lm_loss,
-    parallel_cross_entropy,
-)
-from .embedding import ParallelEmbedding
-from .gqa import GQAQKVColumnParallelLinear
-from .gradient_norm import clip_grad_norm, get_grad_norm
 from .gradients import (
     MixedGradientError,
     TaggedGradients,
     UnsummedGradientError,
     allreduce_sequence_parallel_gradients,
+    clip_grad_norm,
     forget_sums,
+    get_grad_norm,
 )
-from .group import Replicas, enclosing_group, enclosing_replicas, tensor_parallel_group
-from .layer_norm import LayerNorm
-from .layers import ColumnParallelLinear, RowParallelLinear, SharedInput
+from .layer_norm import LayerNorm, RMSNorm
+from .layers import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    SharedInput,
+)
 from .mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -47,7 +45,7 @@ from .mesh import MeshError, ParallelMesh, build_mesh
 from .patch_model import Patched, PatchError, patch_model
 from .random_streams import model_parallel_seed, rank_stream
 from .rank_agreement import RankAgreementError, check_agreement
-from .rms_norm import RMSNorm
+from .vocabulary import from_parallel_logits_to_logprobs, parallel_causal_lm_loss, parallel_cross_entropy
 from .weights import Partition
 
 __all__ = [

@@ -19,8 +19,8 @@ from ..errors import Problem
 from .block_hooks import ReduceHook
 from .column_input import linear
 from .layers import ColumnParallelLinear, RowParallelLinear
-from .parameter_tags import ParameterTags
 from .sequence_region import SequenceRegion
+from .weights import ParameterTags
 
 _EXPECTED = "a plain LoRA adapter"
 

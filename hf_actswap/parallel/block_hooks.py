@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.gradient_checkpointing import is_checkpointed
+from ..plan.wrappers import is_checkpointed
 from .collectives import own_part
 from .column_input import column_input
-from .communication import SUMS, Tokens, all_gather, sum_of_shares
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
 from .layers import SharedInput
-from .mappings import copied
+from .mappings import SUMS, Tokens, all_gather, copied, sum_of_shares
 from .random_streams import rank_stream
 from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names

@@ -57,8 +57,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .collectives import Pending, begin_all_reduce, begin_gather, begin_reduce_scatter
-from .communication import all_gather
-from .mappings import copied
+from .mappings import all_gather, copied
 from .weights import with_summed_gradient
 
 _running_backward: Callable[[], int] = torch._C._current_graph_task_id

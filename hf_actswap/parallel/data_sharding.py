@@ -8,7 +8,7 @@ and tagged gradients are summed over the tensor axis shard by shard.
 FSDP2 makes two new parameters of each: the shard, which optimizers see, and the gathered parameter, which the
 layer sees while it runs. Neither has the attributes of the old parameter. The gathered one exists from the
 first gather on, and takes the shard's place in its module. So inside a forward the shards of the outermost
-module can be found in FSDP2's private state only (`plan.fsdp2`).
+module can be found in FSDP2's private state only (`plan.wrappers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import Problem
-from ..plan.fsdp2 import parameter_groups
+from ..plan.wrappers import parameter_groups
 from .mesh import MeshError
 
 

@@ -4,6 +4,17 @@ Outside its blocks a layer has three kinds of modules. Norms, further linear lay
 work token by token: under sequence parallelism on this rank's tokens, so that their parameters are tagged.
 Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. For routed
 experts each rank routes its own tokens, and computes its part of the experts for the tokens of all ranks.
+
+Divides one block of a decoder layer: its projections, the gather of its input, its numbers of heads.
+
+Replaced modules keep the names of their parameters, so the names in state dicts do not change.
+
+**A rank computes a share of a block's output**: it has a part of the features, the row-parallel projection
+multiplies this part, and the ranks' shares are summed. So in backward the gradients of all other parameters
+in the block are shares too: of norms of heads, low-rank projections before the divided ones, routers,
+activations with parameters. Backward is linear, so shares pass through these modules like whole gradients.
+They are summed in the end: the input's gradient by its communication, the gradients of whole parameters once
+per step, because they are tagged.
 """
 
 from __future__ import annotations
@@ -16,14 +27,376 @@ from typing import Any
 from torch import nn
 
 from ..errors import Problem
-from .block_hooks import GatherHook, RankStreamHooks, WholeBlockHooks
-from .decoder_block import Division, divide_block, problems_of_block
-from .families import EXPERTS, FAMILIES, Block, Family
+from .adapters import (
+    SharedInputLinear,
+    UnreducedRowLinear,
+    base_of,
+    divide_column_adapters,
+    divide_row_adapters,
+    is_adapted,
+    problems_of_adapter,
+)
+from .block_hooks import (
+    BlockInputHook,
+    GatherHook,
+    HeadArgumentsHook,
+    RankStreamHooks,
+    ReduceHook,
+    SharesCheck,
+    WholeBlockHooks,
+    WideNormHooks,
+)
+from .families import COUNTS, EXPERTS, FAMILIES, Block, Columns, Family
 from .gradients import TAG
-from .parameter_tags import ParameterTags
+from .layers import (
+    ColumnParallelLinear,
+    GatheredColumns,
+    ParallelLinear,
+    RowParallelLinear,
+    SplitRow,
+    sizes_of,
+)
 from .routed_experts import divide_experts, experts_of, problems_of_experts
-from .sequence_region import ScatterHook, SequenceRegion, TagAfterLayersHook, WholeAgainHook
-from .tensor_plan import blocks_of, is_linear, plan_of, undivided_expert_parents
+from .sequence_region import (
+    SEQUENCE_DIM,
+    LengthCheck,
+    ScatterHook,
+    SequenceRegion,
+    TagAfterLayersHook,
+    WholeAgainHook,
+)
+from .tensor_plan import blocks_of, is_linear, plan_of, undivided_expert_parents, wide_norms
+from .weights import ParameterTags, Partition, divide_parameter, partitions_in
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of attention heads of a whole block, and of the ranks that divide them."""
+
+    query: int
+    key_value: int
+    ranks: int
+
+    @classmethod
+    def of(cls, config: Any, module: Any, ranks: int) -> Heads:
+        """Read the numbers from an attention module; those that it does not have, from its configuration."""
+        groups, head_dim = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
+        key = base_of(getattr(module, "k_proj", module))
+        keys = key.out_features // head_dim if head_dim and isinstance(key, nn.Linear) else None
+        if groups and keys:
+            return cls(keys * groups, keys, ranks)
+        query = _counted(module, "query") or config.num_attention_heads
+        key_value = _counted(module, "key_value") or keys or (query // groups if groups else None)
+        return cls(query, key_value or getattr(config, "num_key_value_heads", None) or query, ranks)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same key and value heads."""
+        return max(self.ranks // self.key_value, 1)
+
+    @property
+    def own_query(self) -> int:
+        """Number of query heads of one rank."""
+        return self.query // self.ranks
+
+    @property
+    def own_key_value(self) -> int:
+        """Number of key and value heads of one rank."""
+        return max(self.key_value // self.ranks, 1)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each number of heads that the ranks do not divide."""
+        where = "parallel_config.tensor_parallel_size"
+        if self.query % self.ranks:
+            expected = f"a divisor of {self.query}, the number of attention heads (num_attention_heads)"
+            yield Problem(where, expected, str(self.ranks))
+        if self.key_value % self.ranks and self.ranks % self.key_value:
+            expected = f"a divisor or a multiple of {self.key_value}, the number of key-value heads"
+            yield Problem(where, f"{expected} (num_key_value_heads)", str(self.ranks))
+
+
+class OwnHeadsConfig:
+    """A configuration as one rank's attention reads it: with its own numbers of heads.
+
+    Args:
+        config: the model's configuration, from which everything else is read.
+        heads: numbers of heads of the whole model, and of ranks.
+    """
+
+    def __init__(self, config: Any, heads: Heads) -> None:
+        self._config = config
+        self.num_attention_heads, self.num_key_value_heads = heads.own_query, heads.own_key_value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The ranks among which the projections of one block are divided, and the heads of attention.
+
+    Args:
+        ranks: size of the tensor-parallel group.
+        heads: heads of an attention block; ``None``: it is another block.
+    """
+
+    ranks: int
+    heads: Heads | None = None
+
+    @classmethod
+    def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Division:
+        """Return the division of a block of a layer."""
+        if not block.is_attention:
+            return cls(ranks)
+        return cls(ranks, Heads.of(config, layer.get_submodule(block.path), ranks))
+
+    def settings(self, size: int, kind: Columns) -> dict[str, Any]:
+        """Return the arguments for a column-parallel layer of ``size`` output features.
+
+        Raises:
+            ValueError: each head has its q, k and v side by side, and the ranks do not divide the heads.
+        """
+        heads = self.heads or Heads(self.ranks, self.ranks, self.ranks)
+        if kind is Columns.KEY_VALUE:
+            return {"replicas": heads.replicas}
+        if kind is Columns.FUSED_PAIR:
+            return {"sections": (size // 2,) * 2}
+        if kind is Columns.FUSED_QKV or (kind is Columns.FUSED_HEADS and heads.key_value == 1):
+            width = size // (heads.query + 2 * heads.key_value)
+            sections = (heads.query * width, heads.key_value * width, heads.key_value * width)
+            replicas = 1 if heads.replicas == 1 else (1, heads.replicas, heads.replicas)
+            return {"sections": sections, "replicas": replicas}
+        if kind is Columns.FUSED_HEADS and heads.key_value % self.ranks:
+            raise ValueError(
+                f"{heads.key_value} key-value heads, each beside its queries, on {self.ranks} ranks"
+            )
+        return {}
+
+    def partition(self, dim: int, size: int, kind: Columns | None) -> Partition:
+        """Return how ``size`` features are divided: output features by ``kind``; ``None``: input features.
+
+        Raises:
+            ValueError: the ranks do not divide them.
+        """
+        return Partition.of(dim, size, self.ranks, **({} if kind is None else self.settings(size, kind)))
+
+
+def problems_of_block(where: str, layer: nn.Module, block: Block, division: Division) -> Iterator[Problem]:
+    """Yield a problem for each part of a dense block that is not supported or does not divide.
+
+    Args:
+        where: name of the layer.
+        layer: the layer that has the block.
+        block: the block.
+        division: heads and ranks among which its projections are divided.
+    """
+    if division.heads is not None:
+        yield from division.heads.problems()
+    for name, (dim, parts) in block.parameters.items():
+        try:
+            Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
+        except ValueError as error:
+            yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
+    for name in (*block.columns, *block.rows):
+        found: Any = _get(layer, name)
+        if isinstance(found, nn.Module) and not is_linear(found):
+            yield Problem(f"{where}.{name}", "nn.Linear", type(base_of(found)).__name__)
+            continue
+        if isinstance(found, nn.Module):
+            yield from problems_of_adapter(f"{where}.{name}", found, name in block.rows)
+            if block.sums_output and name in block.rows and base_of(found).bias is not None:
+                yield Problem(f"{where}.{name}", "a projection without bias", "one with bias")
+        kind = block.columns.get(name)
+        try:
+            division.partition(0, _size(found, is_row=kind is None), kind)
+        except ValueError as error:
+            yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
+
+
+def divide_block(
+    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
+) -> None:
+    """Divide a dense block of a layer in place."""
+    is_split = Columns.GATHERED in block.columns.values()
+    wide = [] if is_split else wide_norms(layer, block.path)
+    is_adapted_anywhere = any(is_adapted(_get(layer, name)) for name in block.columns)
+    readers = _divide_columns(layer, block, division, region, tags)
+    rows = list(_divide_rows(layer, block, is_split, region, tags))
+    for name, (dim, parts) in block.parameters.items():
+        partition = Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
+        _divide_parameter(layer, name, partition, region, tags)
+    shared, whole = _share_rest(layer, block, region, tags)
+    gather = GatherHook(region, readers + shared, layer, in_autocast_dtype=not is_adapted_anywhere)
+    gather_input(layer, block, gather)
+    module = layer.get_submodule(block.path)
+    for row in rows:
+        row.tokens = gather.tokens
+    if block.sums_output:
+        module.register_forward_hook(ReduceHook(region, gather.tokens))
+    if whole and all(row.startswith(f"{block.path}.") for row in block.rows):
+        module.register_forward_hook(SharesCheck(block.path, whole))
+    if division.heads is not None and not is_split:
+        _count_own_heads(module, division.heads, rows[0].input_size, region)
+    for name in wide:
+        replicas = division.heads.replicas if division.heads is not None and name == "k_norm" else 1
+        WideNormHooks(region, replicas).attach(module.get_submodule(name))
+
+
+def _divide_columns(
+    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
+) -> list[nn.Module]:
+    """Divide the projections that read the block's input; return their linear layers."""
+    readers: list[nn.Module] = []
+    for name, kind in block.columns.items():
+        target: Any = _get(layer, name)
+        if isinstance(target, nn.Parameter):
+            _divide_parameter(layer, name, division.partition(0, len(target), kind), region, tags)
+            continue
+        full = base_of(target)
+        own = division.settings(sizes_of(full)[1], kind)
+        settings = {**_settings(region), **own, "input_is_shared": True}
+        layer_class = GatheredColumns if kind is Columns.GATHERED else ColumnParallelLinear
+        column = layer_class.from_linear(full, **settings)
+        _put(layer, name, target, column, region)
+        readers.append(column)
+        if is_adapted(target):
+            readers += divide_column_adapters(target, column, settings, region, tags)
+    return readers
+
+
+def _divide_rows(
+    layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
+) -> Iterator[RowParallelLinear]:
+    """Divide the projections that end the block, and yield each."""
+    row_class = UnreducedRowLinear if block.sums_output else SplitRow if is_split else RowParallelLinear
+    for name in block.rows:
+        target = layer.get_submodule(name)
+        if is_adapted(target):
+            row: RowParallelLinear = divide_row_adapters(target, _settings(region), region, tags)
+            region.adopt(row)
+        else:
+            row = row_class.from_linear(target, **_settings(region))
+            _put(layer, name, target, row, region)
+        yield row
+
+
+def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
+    """Register a hook that gathers the block's input: on the norm before the block, or on the block."""
+    if block.norm is None:
+        module = layer.get_submodule(block.path)
+        module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
+    else:
+        layer.get_submodule(block.norm).register_forward_hook(gather)
+
+
+def _share_rest(
+    layer: nn.Module, block: Block, region: SequenceRegion, tags: ParameterTags
+) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
+    """Tag the parameters of the block outside its projections.
+
+    Returns:
+        The linear layers outside the projections, which may read the block's input; and (module, parameter
+        name) for each tagged parameter.
+    """
+    readers: list[nn.Module] = []
+    whole: list[tuple[nn.Module, str]] = []
+    module = layer.get_submodule(block.path)
+    for name, inner in list(module.named_modules()):
+        if name and type(inner) is nn.Linear and not _is_adapter_part(module, name):
+            shared = SharedInputLinear(inner, region).train(inner.training)
+            parent, _, last = name.rpartition(".")
+            module.get_submodule(parent)._modules[last] = shared
+            readers.append(shared)
+            inner = shared
+        if not isinstance(inner, ParallelLinear):
+            held = [
+                n for n, p in inner._parameters.items() if p is not None and n not in partitions_in(inner)
+            ]
+            whole += [(inner, own) for own in held]
+    for inner, own in whole:
+        tags.add(inner, own, **{TAG: True})
+    return readers, whole
+
+
+def _is_adapter_part(module: nn.Module, name: str) -> bool:
+    """Whether a linear layer is inside an adapted projection."""
+    parts = name.split(".")
+    return any(is_adapted(module.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts)))
+
+
+def _divide_parameter(
+    layer: nn.Module, name: str, partition: Partition, region: SequenceRegion, tags: ParameterTags
+) -> None:
+    parent, _, last = name.rpartition(".")
+    module = layer.get_submodule(parent)
+    divide_parameter(module, last, partition, region.group.rank())
+    tags.add(module, last, **partition.tags)
+
+
+def _get(layer: nn.Module, path: str) -> Any:
+    parent, _, name = path.rpartition(".")
+    return getattr(layer.get_submodule(parent), name)
+
+
+def _size(found: Any, is_row: bool) -> int:
+    if isinstance(found, nn.Parameter):
+        return len(found)
+    return sizes_of(base_of(found))[0 if is_row else 1]
+
+
+def _put(
+    layer: nn.Module, name: str, target: nn.Module, made: ParallelLinear, region: SequenceRegion
+) -> None:
+    region.adopt(made)
+    if not is_adapted(target):
+        parent, _, last = name.rpartition(".")
+        layer.get_submodule(parent)._modules[last] = made
+
+
+def _settings(region: SequenceRegion) -> dict[str, Any]:
+    return {
+        "sequence_parallel_enabled": region.enabled,
+        "sequence_dimension": SEQUENCE_DIM,
+        "tensor_model_parallel_group": region.group,
+        "reduce_dtype": region.reduce_dtype,
+    }
+
+
+def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceRegion) -> None:
+    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration.
+
+    Args:
+        module: the attention module.
+        heads: numbers of heads of the whole module, and of ranks.
+        features: number of features of all query heads.
+        region: says where the model's hidden states are parts of the sequence.
+    """
+    counts = {
+        "query": (heads.query, heads.own_query),
+        "key_value": (heads.key_value, heads.own_key_value),
+        "groups": (heads.query // heads.key_value, heads.own_query // heads.own_key_value),
+        "query features": (features, features // heads.ranks),
+        "key_value features": (
+            features // heads.query * heads.key_value,
+            features // heads.query * heads.own_key_value,
+        ),
+    }
+    for name, of in COUNTS.items():
+        whole, own = counts[of]
+        if getattr(module, name, None) == whole:
+            setattr(module, name, own)
+    if hasattr(module, "config"):
+        module.config = OwnHeadsConfig(module.config, heads)
+    module.register_forward_pre_hook(LengthCheck(), with_kwargs=True)
+    module.register_forward_pre_hook(HeadArgumentsHook(module, heads.query, region), with_kwargs=True)
+
+
+def _counted(module: Any, what: str) -> int | None:
+    """Return the number of heads (``what`` in `COUNTS`) that an attention module has as an attribute."""
+    found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
+    return next((number for number in found if isinstance(number, int)), None)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,17 @@
 `ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; a pair of them
 needs one communication before and one after. `column_input` describes how a column layer gathers its input,
 and its backward; a row layer multiplies the rank's features (``F.linear``, ordinary autograd) and sums over
-the ranks by a function of `communication`.
+the ranks by a function of `mappings`.
 
 Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
 for any number of ranks.
 
 `ParallelLinear` is their base class: sizes, settings, making of parameters. `SharedInput` gathers one input
 for several column-parallel layers.
+
+The three projections of grouped-query attention in one layer: one gather, replicated kv heads.
+
+An embedding whose table is divided among the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +27,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from .column_input import InputSettings, column_input, linear, weight_of_linear
-from .communication import Tokens, all_gather, sum_of_shares
-from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
-from .sharded_module import ShardedModule
+from .mappings import (
+    Tokens,
+    all_gather,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+    sum_of_shares,
+)
 from .weights import (
     InitMethod,
     Partition,
+    ShardedModule,
     initial_part,
     kaiming_weight,
     like_parameter,
@@ -412,3 +421,279 @@ class SharedInput:
         """Return the input for each layer: ``[.., S / tp, .., H]`` gathered to ``[.., S, .., H]``."""
         settings = self.layers[0].input_settings(self.keep_gathered, self.in_autocast_dtype)
         return column_input(x, [layer.weight for layer in self.layers], settings)
+
+
+class GQAQKVColumnParallelLinear(ShardedModule):
+    """Query, key and value projections of one input, each divided by rows; returns ``(q, k, v)``.
+
+    With fewer kv heads than ranks, ``kv_size_multiplier`` consecutive ranks hold the same rows of key and
+    value. Query rows are divided in their own order (as in Hugging Face's models), so a rank's query heads
+    stand beside their kv heads, and nothing is permuted. The gradients of replicas are summed: they are
+    complete and bitwise alike. The attribute ``replicated_over`` says how many ranks hold a parameter.
+
+    Parameters: ``weight_q``, ``weight_k``, ``weight_v`` (``bias_..``); fused ``weight_qkv`` (``bias_qkv``),
+    where a rank's rows are its q, then k, then v. Loading takes full tensors too.
+
+    Args:
+        input_size: ``H``.
+        output_sizes: output features of q, and of k (v has as many), in the full layer.
+        bias: whether there are biases; they are divided like the weights.
+        gather_output: whether all features are returned; not together with sequence parallelism.
+        dtype, device, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
+            tensor_model_parallel_group, reduce_dtype: see `layers.ColumnParallelLinear`; ``init_method``
+            fills each of the three.
+        kv_size_multiplier: number of ranks that hold the same kv heads; divides the number of ranks.
+        fuse_qkv: whether q, k and v are one weight and one product. Ignored with a multiplier above 1, with
+            which more ranks hold a kv row than a q row.
+
+    Raises:
+        ValueError: sizes that do not divide, or arguments that exclude each other.
+        RuntimeError: no group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        keep_master_weight: bool = False,
+        kv_size_multiplier: int = 1,
+        fuse_qkv: bool = True,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        sequence_dimension: int | None = None,
+        tensor_model_parallel_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if gather_output and sequence_parallel_enabled:
+            raise ValueError("gather_output=True does not go with sequence_parallel_enabled")
+        super().__init__(tensor_model_parallel_group)
+        group = self.tensor_model_parallel_group
+        query_size, kv_size = output_sizes
+        self.gather_output, self.kv_size_multiplier = gather_output, kv_size_multiplier
+        self.fuse_qkv = fuse_qkv and kv_size_multiplier == 1
+        self.settings = (sequence_parallel_enabled, sequence_dimension or 0, reduce_dtype)
+        self.query = Partition.of(0, query_size, group.size())
+        self.kv = Partition.of(0, kv_size, group.size(), replicas=kv_size_multiplier)
+        fill_weight = init_method or kaiming_weight
+        kinds: dict[str, tuple[tuple[int, ...], InitMethod]] = {"weight": ((input_size,), fill_weight)}
+        if bias:
+            kinds["bias"] = (), uniform_bias(input_size)
+        master: dict[str, torch.Tensor] = {}
+        parts: dict[str, torch.Tensor] = {}
+        for name, partition in (("q", self.query), ("k", self.kv), ("v", self.kv)):
+            for kind, (rest, fill) in kinds.items():
+                shape = (partition.full_size, *rest)
+                part, full = initial_part(shape, partition, group.rank(), fill, dtype, device)
+                parts[f"{kind}_{name}"] = part
+                if full is not None and keep_master_weight:
+                    master[f"{kind}_{name}"] = full
+        self.master_weights = master
+        for kind in kinds:
+            self._register(kind, [parts[f"{kind}_{name}"] for name in "qkv"])
+
+    def _register(self, kind: str, parts: Sequence[torch.Tensor]) -> None:
+        if self.fuse_qkv:
+            sizes = (self.query.full_size, self.kv.full_size, self.kv.full_size)
+            self.divide(f"{kind}_qkv", Partition.of(0, sum(sizes), self.query.ranks, sections=sizes))
+            self.register_parameter(f"{kind}_qkv", nn.Parameter(torch.cat(list(parts))))
+            return
+        for name, part in zip("qkv", parts, strict=True):
+            self.divide(f"{kind}_{name}", self.query if name == "q" else self.kv)
+            self.register_parameter(f"{kind}_{name}", nn.Parameter(part))
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v: ``[.., S, .., size / tp]`` (kv: times the multiplier), or all features."""
+        group = self.tensor_model_parallel_group
+        suffixes = ["qkv"] if self.fuse_qkv else ["q", "k", "v"]
+        weights = [self.get_parameter(f"weight_{suffix}") for suffix in suffixes]
+        sequence_parallel, dim, reduce_dtype = self.settings
+        settings = InputSettings(group, sequence_parallel, dim, reduce_dtype, in_autocast_dtype=True)
+        shared = column_input(input_, weights, settings)
+        outputs = []
+        for suffix, weight in zip(suffixes, weights, strict=True):
+            output = linear(shared, weight, group)
+            bias = self._parameters.get(f"bias_{suffix}")
+            if bias is not None:
+                output = output + with_summed_gradient(bias, group).to(output.dtype)
+            outputs.append(output)
+        if self.fuse_qkv:
+            sizes = [self.query.local_size, self.kv.local_size, self.kv.local_size]
+            outputs = list(outputs[0].split(sizes, -1))
+        if self.gather_output:
+            counts = (1, self.kv_size_multiplier, self.kv_size_multiplier)
+            outputs = [self._gathered(output, n) for output, n in zip(outputs, counts, strict=True)]
+        q, k, v = outputs
+        return q, k, v
+
+    def _gathered(self, output: torch.Tensor, replicas: int) -> torch.Tensor:
+        """Return all features, of replicas only the first: others get no gradient, so its sum is right."""
+        group = self.tensor_model_parallel_group
+        whole = gather_from_tensor_model_parallel_region(output, group)
+        if replicas == 1:
+            return whole
+        parts = whole.unflatten(-1, (group.size() // replicas, replicas, -1))
+        return parts[..., 0, :].flatten(-2)
+
+
+class ParallelEmbedding(ShardedModule):
+    """A table of embeddings, divided by rows (ids), or by columns with ``shard_across_embedding``.
+
+    By rows, a rank looks its own ids up, has zeros for the others, and the ranks' results are summed: for
+    each id one of them is not zero, so the sum is exact in any dtype. Ids ``[B, S]`` give ``[B, S, H]``,
+    alike on all ranks; under sequence parallelism with ``sequence_dimension`` 0 (NxD's default) the layout
+    changes to ``[S / tp, B, H]``, with 1 it is ``[B, S / tp, H]``. Gradients are complete: no tag.
+
+    A number of ids that the ranks do not divide is filled up with zero rows, to the same number on each rank.
+    No id leads to them, so they stay zero. The state dict of a rank has them; loading takes the rank's part
+    of a full table without them, and `full_parameter` returns the table without them.
+
+    Args:
+        num_embeddings, embedding_dim: sizes of the full table.
+        padding_idx: as ``nn.Embedding``; 0 and negative ones included.
+        max_norm, norm_type: rejected: they write into the table in forward.
+        scale_grad_by_freq: rejected by rows: a rank does not see how often the others' ids occur.
+        sparse: as ``nn.Embedding``.
+        init_method: fills the full table.
+        device, dtype: device and dtype of the table.
+        shard_across_embedding: whether ``embedding_dim`` is divided; not together with sequence parallelism.
+        pad: rejected; rows are filled up without it.
+        sequence_parallel_enabled, sequence_dimension: see above.
+        tensor_model_parallel_group: the group; ``None``: that of the enclosing `tensor_parallel_group`.
+        collect_output: whether results are summed, or gathered, over the ranks.
+
+    Raises:
+        ValueError: sizes that do not divide, or arguments that are rejected.
+        RuntimeError: no group.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: InitMethod = nn.init.normal_,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: dist.ProcessGroup | None = None,
+        sequence_dimension: int | None = None,
+        collect_output: bool = True,
+    ) -> None:
+        if pad:
+            raise ValueError("pad=True: not needed, rows are filled up where the ranks do not divide them")
+        if max_norm is not None:
+            raise ValueError("max_norm writes into the table in forward, which a divided table cannot do")
+        if scale_grad_by_freq and not shard_across_embedding:
+            raise ValueError("scale_grad_by_freq needs shard_across_embedding=True")
+        if shard_across_embedding and sequence_parallel_enabled:
+            raise ValueError("shard_across_embedding does not go with sequence_parallel_enabled")
+        super().__init__(tensor_model_parallel_group)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx={padding_idx} is not among {num_embeddings} embeddings")
+        self.num_embeddings, self.embedding_dim, self.sparse = num_embeddings, embedding_dim, sparse
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.scale_grad_by_freq, self.collect_output = scale_grad_by_freq, collect_output
+        self.shard_across_embedding = shard_across_embedding
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        group = self.tensor_model_parallel_group
+        size = embedding_dim if shard_across_embedding else num_embeddings
+        partition = Partition.of(
+            int(shard_across_embedding), size, group.size(), padded=not shard_across_embedding
+        )
+        shape = (num_embeddings, embedding_dim)
+
+        def fill(table: torch.Tensor) -> None:
+            init_method(table)
+            if self.padding_idx is not None:
+                table[self.padding_idx] = 0
+
+        table, _ = initial_part(shape, partition, group.rank(), fill, dtype, device)
+        self.divide("weight", partition)
+        self.weight = nn.Parameter(table)
+
+    @classmethod
+    def from_embedding(
+        cls,
+        full: nn.Embedding,
+        *,
+        shard_across_embedding: bool = False,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        tensor_model_parallel_group: dist.ProcessGroup | None = None,
+    ) -> ParallelEmbedding:
+        """Return this rank's part of a full embedding, whose dtype, device, flags and attributes it keeps."""
+        made = cls(
+            full.num_embeddings,
+            full.embedding_dim,
+            full.padding_idx,
+            full.max_norm,
+            full.norm_type,
+            full.scale_grad_by_freq,
+            full.sparse,
+            device="meta",
+            dtype=full.weight.dtype,
+            shard_across_embedding=shard_across_embedding,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            sequence_dimension=sequence_dimension,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+        )
+        rank = made.tensor_model_parallel_group.rank()
+        weight: nn.Parameter = full.get_parameter("weight")
+        with torch.no_grad():
+            part = made.partitions["weight"].part(weight, rank)
+        made.weight = like_parameter(part, weight)
+        return made.train(full.training)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Look ``[B, S]`` ids up; see the class for the shapes returned."""
+        group = self.tensor_model_parallel_group
+        if self.shard_across_embedding:
+            found = self._lookup(input_, self.padding_idx)
+            gathers = self.collect_output and group.size() > 1
+            return gather_from_tensor_model_parallel_region(found, group) if gathers else found
+        found = self._own_rows(input_, group)
+        moves = self.sequence_parallel_enabled and self.sequence_dimension == 0
+        if moves:
+            found = found.transpose(0, 1).contiguous()
+        if not self.collect_output or group.size() == 1:
+            return found
+        return sum_of_shares(
+            found, group, self.sequence_dimension if self.sequence_parallel_enabled else None
+        )
+
+    def _own_rows(self, ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if group.size() == 1:
+            return self._lookup(ids, self.padding_idx)
+        rows = self.partitions["weight"].local_size
+        first = group.rank() * rows
+        local = ids - first
+        elsewhere = (local < 0) | (local >= rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < rows else None
+        found = self._lookup(local.masked_fill(elsewhere, 0), padding)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    def _lookup(self, ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+        return F.embedding(
+            ids,
+            self.weight,
+            padding_idx,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.partitions['weight'].ranks}"

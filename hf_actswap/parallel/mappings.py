@@ -5,6 +5,17 @@ Each pairs what happens to activations in forward with what happens to gradients
 the enclosing `tensor_parallel_group`) and do nothing in a group of one. Unlike NxD's they use the given group
 in backward too, are right for any sequence dimension, and never write into an argument, with one exception
 that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`.
+
+Named communication functions of the parallel layers, to which a memory plan can give a fate.
+
+A parallel layer communicates in forward only through these functions. A ``TorchFunctionMode`` sees them,
+under the names that they have here, as it sees PyTorch's own functions. So the structure of a model lists
+each beside the op that it belongs to (``input_layernorm.all_gather``), a plan can give its result a fate
+(keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel
+layer.
+
+The caller passes group and dim: a communication that runs again in backward, on a thread of autograd, cannot
+look for its group in a context variable. None of these functions saves a tensor for backward.
 """
 
 from __future__ import annotations
@@ -13,10 +24,158 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .collectives import all_reduced, gathered, own_part
-from .communication import all_gather, all_reduce, reduce_scatter
-from .group import group_or_enclosing
+from .collectives import all_reduced, gathered, group_or_enclosing, own_part, reduce_scattered
+
+
+def all_gather(
+    part: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    sum_gradients: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Gather the parts of all ranks along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``.
+
+    Backward is a reduce-scatter, in ``reduce_dtype`` if given. Without ``sum_gradients`` (every rank does the
+    same with the result) it takes this rank's part of the gradient, without communication.
+    """
+    if has_torch_function_unary(part):
+        return _dispatched(all_gather, part, dim, group, sum_gradients, reduce_dtype)
+    result: torch.Tensor = _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
+    return result
+
+
+def reduce_scatter(
+    whole: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    gradient_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Sum over all ranks and keep this rank's part along ``dim``. Backward is an all-gather.
+
+    Args:
+        whole: this rank's summand.
+        dim: dim whose size divides by the group size.
+        group: tensor-parallel group.
+        gradient_dtype: dtype to which gradients are cast before they are gathered.
+        reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
+
+    Raises:
+        ValueError: the size along ``dim`` does not divide by the group size.
+    """
+    if has_torch_function_unary(whole):
+        return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype, reduce_dtype)
+    result: torch.Tensor = _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
+    return result
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Sum over all ranks, out of place, in ``reduce_dtype`` if given. Backward is the identity."""
+    if has_torch_function_unary(tensor):
+        return _dispatched(all_reduce, tensor, group, reduce_dtype)
+    result: torch.Tensor = _AllReduce.apply(tensor, group, reduce_dtype)
+    return result
+
+
+class Tokens:
+    """The shape ``[B, S]`` of a block's latest tokens; inside the block they may be flat, ``[B S]``."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+
+
+def sum_of_shares(
+    share: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_dim: int | None,
+    reduce_dtype: torch.dtype | None = None,
+    tokens: Tokens | None = None,
+) -> torch.Tensor:
+    """Sum the output of a row-parallel block over all ranks, in ``reduce_dtype`` if given.
+
+    Args:
+        share: this rank's summand, for the whole sequence.
+        group: tensor-parallel group.
+        sequence_dim: dim of the sequence, of which this rank keeps its part; ``None``: it keeps all of it.
+        reduce_dtype: dtype of the sum; the result has the dtype of ``share`` again.
+        tokens: shape of the block's tokens; needed to keep this rank's part of each sequence in ``[B S, H]``.
+
+    Raises:
+        ValueError: the sequence does not divide by the group size.
+    """
+    if sequence_dim is None:
+        return all_reduce(share, group, reduce_dtype)
+    if tokens is not None and share.dim() - 1 < len(tokens.shape):
+        of_sequences = share.unflatten(0, tokens.shape)
+        return reduce_scatter(of_sequences, sequence_dim, group, None, reduce_dtype).flatten(0, 1)
+    return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
+
+
+def _dispatched(function: Any, tensor: torch.Tensor, *settings: Any) -> torch.Tensor:
+    result: torch.Tensor = handle_torch_function(function, (tensor,), tensor, *settings)
+    return result
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: torch.Tensor,
+        dim: int,
+        group: dist.ProcessGroup,
+        sum_gradients: bool,
+        reduce_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.sum_gradients, ctx.reduce_dtype = dim, group, sum_gradients, reduce_dtype
+        return gathered(part, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.sum_gradients:
+            return own_part(gradient, ctx.dim, ctx.group), None, None, None, None
+        part = reduce_scattered(gradient, ctx.dim, ctx.group, ctx.reduce_dtype)
+        return part.to(gradient.dtype), None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: torch.Tensor,
+        dim: int,
+        group: dist.ProcessGroup,
+        gradient_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.gradient_dtype = dim, group, gradient_dtype
+        return reduce_scattered(whole, dim, group, reduce_dtype).to(whole.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.gradient_dtype is not None:
+            gradient = gradient.to(ctx.gradient_dtype)
+        return gathered(gradient, ctx.dim, ctx.group), None, None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        return all_reduced(tensor, group, reduce_dtype).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient, None, None
+
+
+SUMS: tuple[Any, ...] = (_AllReduce._backward_cls, _ReduceScatter._backward_cls)
+"""Classes of autograd nodes that sum over the ranks in forward."""
 
 
 def copy_to_tensor_model_parallel_region(

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from .group import group_or_enclosing
+from .collectives import group_or_enclosing
 
 MODEL_PARALLEL_OFFSET = 2718
 """Number that NxD and Megatron add to the seed for ranks' own streams (``parallel_layers/random.py``)."""

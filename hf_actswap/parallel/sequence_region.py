@@ -34,8 +34,7 @@ from .column_input import InputSettings
 from .gradients import TAG
 from .layers import ParallelLinear
 from .mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from .parameter_tags import ParameterTags
-from .sharded_module import HeldGroup
+from .weights import HeldGroup, ParameterTags
 
 SEQUENCE_DIM = -2
 """Dim of the sequence in hidden states, ``[B, S, H]``, or of their flattened tokens, ``[B S, H]``."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..parallel.gradient_norm import get_grad_norm
+from ..parallel.gradients import get_grad_norm
 from ..parallel.mesh import own_group
 from ..parallel.weights import whole_of_ranks
 from .stages import StagedModel

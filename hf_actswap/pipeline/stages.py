@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..config.schema import ParallelConfig
 from ..engine.passes import PassOrder
 from ..errors import ActSwapError, Problem
-from ..parallel.full_state import partitions_of
+from ..parallel.patch_model import partitions_of
 from ..parallel.sequence_region import share_sequence_hooks
 from ..parallel.weights import Partition
 from ..plan.actions import MemoryPlan, Scope

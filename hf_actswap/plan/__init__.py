@@ -13,9 +13,8 @@ The package knows names, layers, ops and bytes. It knows no CUDA streams, and no
 
 from __future__ import annotations
 
-from .actions import Adjustment, MemoryPlan, PlanRow, Windows
+from .actions import Adjustment, ConfigOrPlan, MemoryPlan, PlanRow, Windows, load_config_or_plan, load_plan
 from .model_structure import ModelStructure, model_structure
-from .plan_source import ConfigOrPlan, load_config_or_plan, load_plan
 from .resolve import resolve_plan, with_problems_of_model
 
 __all__ = [

@@ -2,24 +2,115 @@
 
 A plan does not remember whether a person or the planner wrote it. The engine reads its rows and nothing
 else; everything beside them (adjustments, log lines) is for people.
+
+A plan file also says what its bytes and times depend on, the model and the batch. The facts about the
+model are those that stay the same however it is wrapped, divided among ranks, sharded or quantised. A fact
+that is not known is not compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, Predicate
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, Predicate
 from pydantic import Strict
 
-from ..config.documents import Bytes, Count, JsonDocument, is_share
-from ..config.hub import PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..config import ActSwapConfig, load_config
+from ..config.documents import Bytes, Count, JsonDocument, is_share, read_text
+from ..config.hub import (
+    MAX_PLAN_BYTES,
+    PLAN_FILE_NAME,
+    PLAN_FORMAT,
+    PLAN_FORMAT_VERSION,
+    HubOptions,
+    fetch,
+    split_hub_id,
+)
 from ..config.validation import Expected
-from ..errors import PlanError
-from .fingerprint import Fingerprint
+from ..errors import PlanError, Problem, short_traceback
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+NOT_COMPARED = (
+    "the plan does not say for which model it was made (it has no fingerprint): only the layers are compared"
+)
+
+_Text = Annotated[str, MaxLen(100), Expected("a text of at most 100 characters")]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A model and a batch; ``None`` where a fact is not known.
+
+    Args:
+        family: ``model_type`` of the configuration.
+        hidden_size, intermediate_size, vocab_size, num_attention_heads, num_key_value_heads: of the model's
+            configuration, or of that of its text part.
+        dtype: dtype of most of the floating point weights, for example ``bfloat16``.
+        trained: how much of the model is trained.
+        batch_shape: shape of the input ids of one micro-batch; empty: not known.
+    """
+
+    family: _Text | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    vocab_size: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    dtype: _Text | None = None
+    trained: Literal["all", "a part", "nothing"] | None = None
+    batch_shape: tuple[Count, ...] = ()
+
+    def problems_of(self, model: nn.Module) -> Iterator[Problem]:
+        """Yield what differs in ``model`` from the model that the plan was made for."""
+        own = fingerprint_of(model)
+        hint = "Make the plan anew for this model. Without its section `fingerprint` it is used as it is."
+        for item in fields(self):
+            made_for, here = getattr(self, item.name), getattr(own, item.name)
+            if item.name != "batch_shape" and made_for != here and None not in (made_for, here):
+                yield Problem(
+                    f"plan.fingerprint.{item.name}", f"{here}, as in the model", f"{made_for}", hint
+                )
+
+
+_OF_CONFIG = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def fingerprint_of(model: nn.Module, batch_shape: tuple[int, ...] = ()) -> Fingerprint:
+    """Return what is known about a model without wrappers, and a batch."""
+    whole: Any = getattr(model, "config", None)
+    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    sizes = {name: getattr(config, name, None) for name in _OF_CONFIG}
+    known = {name: size for name, size in sizes.items() if type(size) is int}
+    elements: Counter[str] = Counter()
+    trained = []
+    for weight in model.parameters():
+        trained.append(weight.requires_grad)
+        if weight.is_floating_point():
+            elements[str(weight.dtype).removeprefix("torch.")] += weight.numel()
+    family = getattr(whole, "model_type", None)
+    return Fingerprint(
+        family=family if isinstance(family, str) and family else None,
+        dtype=elements.most_common(1)[0][0] if elements.total() else None,
+        trained=None if not trained else "all" if all(trained) else "a part" if any(trained) else "nothing",
+        batch_shape=batch_shape,
+        **known,
+    )
+
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
 FATES: Mapping[Fate, str] = {
@@ -351,3 +442,66 @@ def layer_order(scope: Scope) -> tuple[str, int]:
         return "", scope
     stack, dot, index = scope.rpartition(".")
     return (f"{stack}{dot}", int(index)) if index.isdecimal() else (scope, -1)
+
+
+ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What a user may pass: a plan, the path of a plan's file, or whatever `load_config` takes."""
+
+
+def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
+    """Read a plan if ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
+
+    Raises:
+        PlanError: the plan is malformed.
+        ConfigError: the configuration is malformed, or there is nothing of that name.
+    """
+    if isinstance(source, MemoryPlan):
+        return source
+    if isinstance(source, Mapping) and source.get("format") == PLAN_FORMAT:
+        return MemoryPlan.from_json(json.dumps(source))
+    if isinstance(source, str | os.PathLike) and _holds_plan(source):
+        return load_plan(source)
+    return load_config(source)
+
+
+def _holds_plan(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return f'"{PLAN_FORMAT}"'.encode() in file.read(MAX_PLAN_BYTES)
+    except (OSError, ValueError):  # no file, or no name of one
+        return False
+
+
+@short_traceback
+def load_plan(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> MemoryPlan:
+    """Read a plan from a file, or from ``plan.json`` of a folder or of a repository on the Hub.
+
+    Args:
+        name_or_path: a path, or a Hub id ``org/name`` or ``org/name@revision``. A path that exists wins.
+        revision: branch, tag or commit; takes precedence over one in the name.
+        token, cache_dir, local_files_only: as in `huggingface_hub.hf_hub_download`.
+
+    Raises:
+        PlanError: there is no plan, or it is malformed or longer than `MAX_PLAN_BYTES`.
+    """
+    name = os.fsdecode(name_or_path)
+    path = os.path.join(name, PLAN_FILE_NAME) if os.path.isdir(name) else name
+    hub_id = None if os.path.exists(name) else split_hub_id(name)
+    try:
+        if hub_id is not None:
+            repo_id, named = hub_id
+            options = HubOptions(token, cache_dir, local_files_only)
+            path = fetch(repo_id, PLAN_FILE_NAME, revision or named, options, MAX_PLAN_BYTES).path
+        text = read_text(path, MAX_PLAN_BYTES, PlanError)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        expected = f"a file, a folder that holds {PLAN_FILE_NAME}, or a Hub id (org/name)"
+        raise PlanError([Problem("plan", expected, f"'{name}': {reason}")]) from None
+    return MemoryPlan.from_json(text, name)

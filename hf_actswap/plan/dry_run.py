@@ -4,15 +4,29 @@ The call happens on a model that is already set up for training, so it must not 
 hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
 or count its calls. A Triton kernel that is given the address of a fake tensor would run on address 0, which
 ends the CUDA context.
+
+Puts back what the calls of a model have changed in it, beside the values of tensors.
+
+A forward may write to its model: BigBird replaces its attention for short sequences, a rotary embedding keeps
+the longest length that it has seen, a router keeps its last logits. After a dry run all of that must be as it
+was: it was done for an example, and the tensors are fake.
+
+Calls of a module with other tensors in the place of its weights.
+
+`torch.func.functional_call` goes by names. A module at two paths (``model.alias = model.embed_tokens``) has
+two names for one place. What `functional_call` finds there by the second name is the stand-in, which it puts
+back at the end. This exchange goes by places: each is filled and put back once, whatever paths lead to it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,9 +38,86 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import uninterrupted
-from .compiled import named_op_modules
-from .mindformers_names import EXPERTS_MODULE
-from .unchanged import is_part_of_the_model, unchanged
+from .opnames import EXPERTS_MODULE
+from .wrappers import named_op_modules
+
+PART_OF_THE_MODEL = "part_of_the_model"
+"""Attribute of hooks that stay on in a dry run, because a patched model does not compute without them. Their
+state, and that of the objects with this attribute that they share, belongs to the model's."""
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, deque)
+
+
+def is_part_of_the_model(hook: Any) -> bool:
+    """Whether a hook has the attribute `PART_OF_THE_MODEL`, or is a method of an object that has it."""
+    return hasattr(hook, PART_OF_THE_MODEL) or hasattr(getattr(hook, "__self__", None), PART_OF_THE_MODEL)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore at the end the attributes of all modules, the containers in them, and the configurations.
+
+    So is the state of hooks that are a part of the model: what they have set in modules must agree with it.
+    Containers (dicts, lists, sets) stay the same objects. Of tensors and other objects only the references
+    are restored, not what is inside them.
+    """
+    before = [(place, place.copy()) for place in _places(model)]
+    try:
+        yield
+    finally:
+        for place, contents in before:
+            put_back(place, contents)
+
+
+def _places(model: nn.Module) -> Iterator[Any]:
+    """Yield each dict of attributes and each container that can be reached from the model, once."""
+    seen: set[int] = set()
+    waiting: list[Any] = list(model.modules())
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind in _MAPPINGS:
+            held: Iterable[Any] = value.values()
+        elif kind in _SEQUENCES or kind in (tuple, set):
+            held = value
+        elif kind is MethodType:  # a hook of an object with state
+            waiting.append(value.__self__)
+            continue
+        elif isinstance(value, nn.Module) or _is_configuration(kind) or hasattr(kind, PART_OF_THE_MODEL):
+            value = vars(value)
+            held = value.values()
+        else:
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is not tuple:
+            yield value
+        waiting += held
+
+
+def _is_configuration(kind: type) -> bool:
+    """Whether objects of a class are configurations of transformers, which this package does not import."""
+    return isinstance(getattr(kind, "model_type", None), str)
+
+
+def put_back(place: Any, before: Any) -> None:
+    """Give a dict, list or set the items of ``before``, if they are others now. Items count by identity."""
+    if isinstance(place, dict):
+        if list(place) != list(before):
+            place.clear()
+            place.update(before)
+        elif any(place[name] is not value for name, value in before.items()):
+            place.update(before)
+    elif isinstance(place, set):
+        if place != before:
+            place.clear()
+            place.update(before)
+    elif len(place) != len(before) or any(now is not value for now, value in zip(place, before, strict=True)):
+        place.clear()
+        place.extend(before)
+
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
@@ -379,3 +470,49 @@ def no_backward(_nothing: None) -> torch.Tensor:
 
 def _forget(_tensor: torch.Tensor) -> None:
     """Pack hook that keeps nothing: no backward follows."""
+
+
+@contextmanager
+def exchanged(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of parameters and buffers; put the module's own back at the end.
+
+    A tensor that is in several places (tied weights, a module at two paths) is replaced in all of them. At
+    the end each of these places has the tensor from before, whatever the calls inside have put there.
+
+    Args:
+        module: a module that is called inside the block.
+        named: the tensors to use instead, by one name of each parameter or buffer.
+
+    Raises:
+        AttributeError: the module has no parameter or buffer of a name in ``named``.
+    """
+    instead = {id(_tensor_at(module, name)): tensor for name, tensor in named.items()}
+    before = [
+        (place, name, tensor)
+        for inner in module.modules()
+        for place in _weight_places(inner)
+        for name, tensor in place.items()
+        if tensor is not None and id(tensor) in instead
+    ]
+    try:
+        for place, name, tensor in before:
+            place[name] = instead[id(tensor)]
+        yield
+    finally:
+        with uninterrupted():
+            for place, name, tensor in before:
+                place[name] = tensor
+
+
+def _weight_places(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], ...]:
+    own = vars(module)  # a compiled module answers for the one inside it when asked by name
+    return own.get("_parameters", {}), own.get("_buffers", {})
+
+
+def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    for place in _weight_places(owner):
+        if (held := place.get(last)) is not None:
+            return held
+    raise AttributeError(f"{type(owner).__name__} has no parameter or buffer {name!r}")

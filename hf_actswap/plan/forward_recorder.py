@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from .actions import OUTPUT, OpCall, Scope
-from .compiled import called_modules, is_compiled, named_op_modules, uncompiled
-from .dry_run import no_backward
-from .exchanged_weights import exchanged
+from .dry_run import exchanged, no_backward
 from .opnames import OpStack, function_name
 from .record import (
     LAYER_INPUT,
@@ -35,6 +33,7 @@ from .record import (
     is_cast_of_parameter,
     storage_key,
 )
+from .wrappers import called_modules, is_compiled, named_op_modules, uncompiled
 
 OUTSIDE: OpCall = (None, "", None)
 """The `OpCall` for what runs outside all scopes."""

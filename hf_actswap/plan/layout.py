@@ -3,18 +3,28 @@
 With interleaving a stage holds several chunks of consecutive layers, and layers are numbered
 interleave-major: all stages of interleave 0 in order, then all of interleave 1. ``counts[v][s]`` is the
 number of layers in the chunk of interleave ``v`` on stage ``s``. The recompute keys are tables over this
-layout (`layer_tables`).
+layout.
 
 Pure arithmetic, after MindFormers' ``LayerSetting``.
+
+**Tables.** The values of recompute keys become tables over the layout, and the tables layers. MindFormers
+writes these keys as *numbers of layers per pipeline stage*. Every form of value is normalised
+("formative" in the reference's log) to a table ``[interleave][stage]``, which says how many of the *first*
+layers of each chunk are meant. With ``swap: true`` the same keys name global layer indices instead, and the
+layout plays no part: ``[2, 1]`` is then "layers 2 and 1".
+
+Nothing here raises on what a user wrote: each function returns its result beside the list of problems
+found; with problems, the result is not to be used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ..config.schema import Offset, ParallelConfig
+from ..config.schema import LayerCounts, Layers, Offset, OpSelection, ParallelConfig
 from ..errors import Problem
 
 CountTable = tuple[tuple[int, ...], ...]
@@ -186,3 +196,206 @@ def shown(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(shown, value))}]"
     return str(value)
+
+
+NormalSelection = dict[str, CountTable] | dict[str, Layers]
+"""Op path -> `CountTable` (without swap) or -> ``True`` or global layer indices (with swap)."""
+
+NO_SWAP_HINT = "Layer indices are read here only with swap_config.swap: true."
+
+
+def normalise_counts(
+    value: LayerCounts, layout: PipelineLayout, where: str
+) -> tuple[CountTable, list[Problem]]:
+    """Normalise a value of a recompute key without swap: how many of the first layers of each chunk it means.
+
+    ``True`` is every layer, ``False`` none. A flat tuple gives a total per stage (missing stages 0), dealt
+    one layer at a time to the stage's chunks in turn, skipping full ones: ``[2, 1]`` over two interleaves
+    is ``[[1, 1], [1, 0]]``. A table gives each chunk its own number. Numbers beyond what a stage or a chunk
+    holds mean all of it; ``True`` and ``False`` may stand for a number, or for a whole row of a table.
+
+    Returns:
+        The table [interleave][stage], and the problems: negative numbers (the reference never returns
+        from them), and shapes other than the layout's.
+    """
+    if isinstance(value, bool):
+        return _clip((value,) * layout.vpp, layout), []
+    rows = tuple(item for item in value if isinstance(item, tuple | bool))
+    if any(isinstance(row, tuple) for row in rows):
+        problems = _check_table(value, layout, where)
+        return (_clip(rows, layout) if not problems else layout.counts), problems
+    totals = tuple(item for item in value if isinstance(item, int))
+    problems = _check_numbers(totals, where)
+    if len(totals) > layout.pp:
+        expected = f"at most {counted(layout.pp, 'number')}, one per pipeline stage"
+        problems.append(Problem(where, expected, counted(len(totals), "number"), NO_SWAP_HINT))
+    return (_deal(totals, layout) if not problems else layout.counts), problems
+
+
+def _check_numbers(numbers: Sequence[int], where: str) -> list[Problem]:
+    return [
+        Problem(f"{where}[{index}]", "a number of layers, 0 or more", str(number))
+        for index, number in enumerate(numbers)
+        if number < 0
+    ]
+
+
+def _check_table(table: Sequence[object], layout: PipelineLayout, where: str) -> list[Problem]:
+    """Return what is wrong with a table: its shape, its rows, its numbers."""
+    problems = [] if len(table) == layout.vpp else [rows_problem(len(table), layout.vpp, where)]
+    for v, row in enumerate(table):
+        if isinstance(row, tuple):
+            problems += width_problems(len(row), layout.pp, f"{where}[{v}]")
+            problems += _check_numbers(row, f"{where}[{v}]")
+        elif not isinstance(row, bool):
+            problems.append(Problem(f"{where}[{v}]", "a row of numbers or a bool", str(row)))
+    return problems
+
+
+def _clip(rows: Sequence[Sequence[int | bool] | bool], layout: PipelineLayout) -> CountTable:
+    """Return the table with each number limited to the layers that its chunk holds."""
+    full = [(row,) * layout.pp if isinstance(row, bool) else row for row in rows]
+    return tuple(
+        tuple(_at_most(item, count) for item, count in zip(row, counts, strict=True))
+        for row, counts in zip(full, layout.counts, strict=True)
+    )
+
+
+def _deal(totals: Sequence[int | bool], layout: PipelineLayout) -> CountTable:
+    """Deal each stage's total to its chunks, one layer at a time in turn, skipping full chunks."""
+    columns = []
+    for stage in range(layout.pp):
+        holds = [row[stage] for row in layout.counts]
+        left = _at_most(totals[stage] if stage < len(totals) else 0, sum(holds))
+        dealt = [0] * layout.vpp
+        while left:
+            for v in range(layout.vpp):
+                if left and dealt[v] < holds[v]:
+                    dealt[v] += 1
+                    left -= 1
+        columns.append(dealt)
+    return tuple(zip(*columns, strict=True))
+
+
+def _at_most(item: int | bool, limit: int) -> int:
+    if isinstance(item, bool):
+        return limit if item else 0
+    return min(item, limit)
+
+
+def layers_from_counts(table: CountTable, layout: PipelineLayout) -> tuple[int, ...]:
+    """Return the global indices, ascending, of the first ``table[v][s]`` layers of each chunk."""
+    return tuple(
+        layer
+        for v, row in enumerate(table)
+        for s, count in enumerate(row)
+        for layer in layout.chunk(v, s)[:count]
+    )
+
+
+def normalise_indices(value: LayerCounts, num_layers: int, where: str) -> tuple[Layers, list[Problem]]:
+    """Normalise a value of a recompute key with ``swap: true``: ``True``, or global layer indices as written.
+
+    ``True`` stays ``True`` and ``False`` becomes ``()``. Problems: an index that the model does not have,
+    a bool among the indices (the reference reads ``True`` as layer 1), and a table per stage.
+    """
+    if isinstance(value, bool):
+        return value or (), []
+    indices, problems = [], []
+    for position, item in enumerate(value):
+        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < num_layers:
+            indices.append(item)
+            continue
+        found = str(item).lower() if isinstance(item, bool) else shown(item)
+        hint = (
+            "" if isinstance(item, int) else "With swap_config.swap: true this key knows no pipeline stages."
+        )
+        expected = f"a layer index from 0 to {num_layers - 1}"
+        problems.append(Problem(f"{where}[{position}]", expected, found, hint))
+    return tuple(indices), problems
+
+
+def layers_from_indices(indices: Layers, num_layers: int) -> tuple[int, ...]:
+    """Return the global layer indices, ascending and each once, of a result of `normalise_indices`."""
+    if isinstance(indices, bool):
+        return tuple(range(num_layers)) if indices else ()
+    return tuple(sorted(set(indices)))
+
+
+def normalise_selection(
+    value: OpSelection | None,
+    layout: PipelineLayout,
+    default_patterns: Sequence[str],
+    *,
+    swap: bool,
+    where: str,
+) -> tuple[NormalSelection, list[Problem]]:
+    """Normalise a select or exclude key to op path -> table (without swap) or -> layer indices (with it).
+
+    A bool or numbers hold for each of ``default_patterns``; a list of op paths means all layers of each; a
+    mapping gives each op path its own value. An empty list or mapping selects nothing; ``None`` (the key is
+    not written) is the same as ``False``.
+
+    Problems: those of the values; numbers or ``True`` where there are no default ops (the exclude keys: the
+    reference ignores them); with swap, a list of op paths, which the reference rejects there.
+    """
+    value = False if value is None else value
+    by_pattern, problems = _by_pattern(value, default_patterns, swap=swap, where=where)
+    keyed = isinstance(value, Mapping)
+    if swap:
+        indices: dict[str, Layers] = {}
+        for pattern, item in by_pattern.items():
+            place = f"{where}.{pattern}" if keyed else where
+            indices[pattern], found = normalise_indices(item, layout.num_layers, place)
+            problems += found
+        return indices, _unique(problems)
+    tables: dict[str, CountTable] = {}
+    for pattern, item in by_pattern.items():
+        tables[pattern], found = normalise_counts(item, layout, f"{where}.{pattern}" if keyed else where)
+        problems += found
+    return tables, _unique(problems)
+
+
+def _by_pattern(
+    value: OpSelection, default_patterns: Sequence[str], *, swap: bool, where: str
+) -> tuple[dict[str, LayerCounts], list[Problem]]:
+    """Return the value of each op path of a selection, and what is wrong with the selection."""
+    if isinstance(value, Mapping):
+        return dict(value), []
+    if value == ():
+        return {}, []
+    if not isinstance(value, bool) and isinstance(value[0], str):
+        paths = [str(path) for path in value]
+        if swap:
+            rules = ", ".join(f"'{path}': true" for path in paths)
+            hint = f"Write a mapping: {{{rules}}}."
+            expected = "a bool, layer indices or a mapping with swap: true"
+            return {}, [Problem(where, expected, shown(value), hint)]
+        return dict.fromkeys(paths, True), []
+    if value and not default_patterns:
+        expected = "op paths, or a mapping from op path to layers (this key has no default ops)"
+        return {}, [Problem(where, expected, shown(value))]
+    return dict.fromkeys(default_patterns, value), []
+
+
+def _unique(problems: Sequence[Problem]) -> list[Problem]:
+    """Return each problem once: a wrong value that holds for several default ops gives several equal ones."""
+    return list(dict.fromkeys(problems))
+
+
+def format_formative(value: CountTable | Layers | Mapping[str, CountTable] | Mapping[str, Layers]) -> str:
+    r"""Return a normal form as text, as MindFormers' documents print it.
+
+    ``{'feed_forward\.mul': [[4, 5], [5, 4]]}``, ``[[2, 1], [1, 0]]``, ``True``, ``[0, 3]``. Unlike Python's
+    ``repr``, a backslash stays single, as in the documents.
+    """
+    if isinstance(value, Mapping):
+        items = [f"'{path}': {format_formative(item)}" for path, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_formative_item, value))}]"
+    return str(value)
+
+
+def _formative_item(item: int | tuple[int, ...]) -> str:
+    return str(list(item)) if isinstance(item, tuple) else str(item)

@@ -14,14 +14,20 @@ from torch import nn
 from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
-from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
 from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from .forward_recorder import ForwardRecorder
-from .fsdp2 import FSDP2_METHOD
-from .gradient_checkpointing import can_be_checkpointed, is_checkpointed
-from .mindformers_names import ATTENTION_CORE, ATTENTION_MODULES
 from .op_facts import is_communication
+from .opnames import ATTENTION_CORE, ATTENTION_MODULES
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead
+from .wrappers import (
+    FSDP2_METHOD,
+    can_be_checkpointed,
+    is_checkpointed,
+    is_compiled,
+    named_op_modules,
+    runs_cuda_graphs,
+    uncompiled,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 `forward_recorder` makes the record. The structure of a model (`model_structure`), what the model saves
 (`saved_bytes`, before the first step and in the planner's profile) and what it writes in place
-(`overwritten`) are read from it.
+(`settle`) are read from it.
 
 Data flow is by storage, not by tensor: views share the storage of their base, and a storage belongs to the op
 that made it. Weights, buffers and the arguments of model and layers are unowned; a layer owns its output.

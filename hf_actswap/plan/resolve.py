@@ -16,21 +16,28 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
-from .apply_rules import CommunicationRuleApplier, RuleApplier, Selection, same_ops
-from .compiled_rules import default_as_layer_swap, problems_of_compiled
-from .layer_tables import (
+from .apply_rules import (
+    CommunicationRuleApplier,
+    RuleApplier,
+    Selection,
+    conflict_warnings,
+    formative_lines,
+    same_ops,
+)
+from .layout import (
+    PipelineLayout,
+    build_layout,
     layers_from_counts,
     layers_from_indices,
     normalise_counts,
     normalise_indices,
     normalise_selection,
 )
-from .layout import PipelineLayout, build_layout
-from .mindformers_names import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .model_structure import ModelStructure, is_below
-from .overwritten import OVERWRITTEN, WHERE, overwritten
-from .reference_log import conflict_warnings, formative_lines
+from .opnames import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .rules import EXCLUDE_BEATS_ALL
+from .settle import OVERWRITTEN, WHERE, overwritten
+from .wrapper_rules import default_as_layer_swap, problems_of_compiled
 
 _DEFAULT_MIN_TENSOR_BYTES = 1024
 """Tensors of fewer bytes are not swapped by default, as in torchtune and TRL (``min_offload_size``)."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from .budget import BudgetError
 from .meter import AllocatorMeter, CountingMeter, Meter
+from .oom_guard import op_hook
 from .phases import Planner
 from .profile import Limits, Prediction, Profile
-from .rescue.op_hook import op_hook
 from .run import PlannedTraining
 from .start import start_planner
 

@@ -21,11 +21,11 @@ from ..engine.stats import gib_text
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
 from .cost.simulate import predict
+from .plan_file import Trial
 from .planning import PlanningTask
 from .profile import Prediction
 from .run import Run
 from .shape_buckets import MOST_BUCKETS, BatchSize, bucket_of
-from .trials import Trial
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ..config.schema import MemoryConfig
 from ..engine.stats import GIB, gib_text
 from ..errors import PlanError, Problem
 from ..plan.actions import Tile
-from ..plan.tile_ladder import tile_names
+from ..plan.tiles import tile_names
 from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03

@@ -30,13 +30,13 @@ from ..engine.stats import gib_text
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import unwrapped
-from ..plan.tile_ladder import tile_names
+from ..plan.tiles import tile_names
 from .budget import limits_of
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes
 from .run import ApplyTiles, PlannedTraining
 from .search.find_plan import least_peak_bytes
-from .states.optimizer_kinds import expected_state_bytes, inner_optimizer
+from .states.streamed_step import expected_state_bytes, inner_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..engine.parameters import inner_tensors
+from ..engine.owners import inner_tensors
 
 
 def runs_its_own_dispatch(types: Iterable[type]) -> bool:

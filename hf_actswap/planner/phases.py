@@ -14,14 +14,42 @@ stable   the best measured plan, or the one of a      when a batch is larger tha
 
 Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
 guard, which moves tensors and changes no number.
+
+The search phase: tries the plans with the best predictions on the machine, and corrects the predictions.
+
+A plan runs for two steps. The first prepares (kernels, page-locked memory) and shows whether memory suffices;
+if not, the plan is given up. The second is timed. Once a plan has been measured, the search for the others
+runs again with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
+of those that stayed within the budget while nothing had to be evicted.
+
+Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and its
+memory is compared with the prediction for its own size. If a batch is larger than the planned size, the
+planner plans for that batch from then on, and earlier trials count no longer.
+
+The stable phase: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
+
+* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
+  more memory, so it runs under this plan or its bucket's own (`bucket_plans`). A larger batch runs under the
+  guard, which moves tensors if memory runs out; after its step the planner plans anew.
+* The **peak**, after each step, as the allocator reports it. If it misses the budget, or if a step ran out of
+  memory and needed a `retry`, the planner plans anew. If this happens under a bucket's plan, that plan is
+  dropped instead.
+
+Ranks must agree before they change plans, and a collective at each step would cost every step. So several
+ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
+training whose batches never stop growing must get on too: after `MOST_PLANS` plans the planner plans no more,
+and larger batches run under the guard.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -39,21 +67,302 @@ from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, fits_outside_backward
-from .plan_file import FilePlan, MadeFor, write_plan
-from .planning import PlanningTask, agreed_task
+from .oom_guard import Failure
+from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
+from .planning import PlanningTask, agreed_task, best_plans
 from .profile import Prediction
 from .record.recorder import batch_shape
-from .rescue.out_of_memory import Failure
 from .retry import Retry
 from .run import Run
-from .search_phase import SearchPhase
+from .search.compiled_frontier import learned, shown_by
+from .search.find_plan import Found
 from .shape_buckets import BatchSize, RecordedStep
-from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
-from .trials import Outcome, Trial
 from .warm_up import WarmUp, first_steps
 
 logger = logging.getLogger(__name__)
+
+STEPS_PER_TRIAL = 2
+
+
+class SearchPhase:
+    """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
+
+    Args:
+        run: the training.
+        task: what is to be planned.
+        steps: the most training steps that the search takes.
+
+    Attributes:
+        trials: the plans tried so far for the largest batch.
+        outgrown: the plans tried before a larger batch came.
+        planning_s: seconds that each search by prediction took.
+
+    Raises:
+        BudgetError: no plan fits by prediction.
+    """
+
+    name = "search"
+
+    def __init__(self, run: Run, task: PlanningTask, steps: int) -> None:
+        self._run, self.task, self._steps_left = run, task, steps
+        self.trials: list[Trial] = []
+        self.outgrown: list[Trial] = []
+        self.planning_s: list[float] = []
+        self._sizes: list[BatchSize] = []
+        self._trial_sizes: set[BatchSize] = set()
+        self._waiting = self._planned()
+        logger.info(
+            "%s: search (%d steps at most, budget %s; without a plan %s)",
+            run.name,
+            steps,
+            gib_text(task.budget_bytes),
+            gib_text(task.unplanned.peak_bytes),
+        )
+        self._next()
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that are still to come, at most."""
+        return max(self._steps_left, 0)
+
+    @property
+    def best(self) -> Trial:
+        """The best trial that has run; the first trial if none has."""
+        return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
+
+    def forward_starts(self, shape: tuple[int, ...]) -> None:
+        """Note the size of a micro-batch of this step."""
+        planned = self.task.size
+        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
+        if size is not None:
+            self._sizes.append(size)
+
+    def step_ended(self) -> bool:
+        """Take the step's measurement; return whether the search is over. Every rank must call it."""
+        trial = self.trials[-1]
+        measured, largest = self._measured()
+        trial.steps.append(measured)
+        self._steps_left -= 1
+        fits = trial.fits(self.task.budget_bytes)
+        if largest is not None and self.task.size is not None and not self.task.size.covers(largest):
+            self._say(trial, fits)
+            if self._grows(largest):
+                return False
+        elif fits and len(trial.steps) < STEPS_PER_TRIAL and self._steps_left:
+            return False
+        else:
+            self._say(trial, fits)
+        if fits and self._costs_nothing(trial):
+            return True  # there is nothing faster
+        if self._steps_left <= 0 or not self._learn(trial, fits):
+            return True
+        self._next()
+        return False
+
+    def _measured(self) -> tuple[MeasuredStep, BatchSize | None]:
+        """Return the measured step, its time scaled to the planned size, and all ranks' largest batch."""
+        sizes, self._sizes = self._sizes, []
+        steps = from_all_ranks((self._run.measured_here(), sizes))
+        measured = MeasuredStep.worst([step for step, _ in steps])
+        known = [size for _, sizes in steps for size in sizes]
+        if not known or self.task.size is None:
+            return measured, None
+        largest = reduce(BatchSize.joined, known)
+        self._trial_sizes.add(largest)
+        tokens = max(sum(size.tokens for size in sizes) for _, sizes in steps)
+        planned_tokens = self.task.size.tokens * max(len(sizes) for _, sizes in steps)
+        outside_ms = min(self.task.profile.outside_ms, measured.step_ms)
+        step_ms = outside_ms + (measured.step_ms - outside_ms) * planned_tokens / tokens
+        if tokens != planned_tokens:
+            measured = replace(measured, step_ms=step_ms)
+        return measured, largest
+
+    def _grows(self, size: BatchSize) -> bool:
+        """Plan for batches of up to ``size``; return whether a plan fits them."""
+        before, planned = self.task, self._waiting
+        self.task = before.grown(size)
+        logger.info(
+            "%s: a batch of %d tokens, and the trials are for %d: planning for the larger one",
+            self._run.name,
+            size.tokens,
+            before.size.tokens if before.size is not None else 0,
+        )
+        try:
+            self._waiting = self._planned()
+        except BudgetError as error:
+            logger.warning("%s: for a batch of %d tokens, %s", self._run.name, size.tokens, error)
+            self.task, self._waiting = before, planned
+            return False
+        self.outgrown += self.trials
+        self.trials = []
+        self._steps_left = max(self._steps_left, STEPS_PER_TRIAL)
+        self._next()
+        return True
+
+    def _next(self) -> None:
+        found = self._waiting.pop(0)
+        self.trials.append(Trial(found.plan, found.prediction, []))
+        self._trial_sizes = set()
+        self._run.replace_plans(found.plan, guarded=True)
+
+    def _learn(self, trial: Trial, fits: bool) -> bool:
+        """Correct predictions by what ``trial`` used; return whether there are more plans to try."""
+        task, profile, predicted = self.task, self.task.profile, trial.prediction
+        if self._trial_sizes <= {task.size}:
+            profile = learned(profile, trial.plan, shown_by(trial))
+            if profile is not task.profile:
+                predicted = task.predicted(profile, trial.plan)
+        else:
+            profile_of_trial = task.at(reduce(BatchSize.joined, self._trial_sizes))
+            predicted = task.predicted(profile_of_trial, trial.plan)
+        used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
+        beyond = used - predicted.peak_bytes
+        if (
+            not fits
+            or profile is not task.profile
+            or beyond > max(task.unpredicted_bytes, profile.reserved_bytes)
+        ):
+            self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
+            self._search_again()
+        return bool(self._waiting)
+
+    def _search_again(self) -> None:
+        try:
+            found = self._planned()
+        except BudgetError as error:
+            logger.warning("%s: with what the last trial used, %s", self._run.name, error)
+            return
+        tried = [trial.plan.rows for trial in self.trials]
+        self._waiting = [item for item in found if item.plan.rows not in tried]
+
+    def _planned(self) -> list[Found]:
+        started = time.perf_counter()
+        try:
+            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1)))
+        finally:
+            self.planning_s.append(time.perf_counter() - started)
+        text = "%s: %d plan(s) worth a trial, found in %.2f s"
+        logger.debug(text, self._run.name, len(found), self.planning_s[-1])
+        return found
+
+    def _costs_nothing(self, trial: Trial) -> bool:
+        return trial.plan.rows == self.task.fixed.rows
+
+    def _say(self, trial: Trial, fits: bool) -> None:
+        predicted = trial.prediction
+        logger.debug(
+            "%s: trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
+            self._run.name,
+            len(self.trials),
+            gib_text(trial.reserved_peak_bytes),
+            trial.step_ms,
+            gib_text(predicted.peak_bytes),
+            predicted.step_ms,
+            "fits" if fits else "does not fit",
+        )
+
+
+CHECK_STEPS = 16
+MOST_PLANS = 8
+
+
+class Stable:
+    """The phase in which the plan that was found stays on, until a batch or a peak needs a new one.
+
+    Args:
+        run: the training; the plan is on the model.
+        budget_bytes: the most that a step may use.
+        size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
+        plans: how many plans were made so far.
+        stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
+            make the planner plan anew.
+        smaller: the plans of smaller batches; ``None``: there are none.
+
+    Attributes:
+        plan: the plan for the largest batches, which is on the model when the phase begins.
+        missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
+            most of all ranks once `step_ended` has returned true.
+    """
+
+    name = "stable"
+
+    def __init__(
+        self,
+        run: Run,
+        budget_bytes: int,
+        size: BatchSize | None,
+        plans: int,
+        stays_guarded: bool = False,
+        smaller: BucketPlans | None = None,
+    ) -> None:
+        self._run, self._budget_bytes, self._size, self.smaller = run, budget_bytes, size, smaller
+        self._may_plan = plans < MOST_PLANS
+        self._steps = 0
+        self._larger = self._larger_now = False
+        self._stays_guarded = stays_guarded
+        self.plan = None if run.applied is None else run.applied.plan
+        self.missed_by_bytes = 0
+
+    def step_starts(self) -> None:
+        """Free what an evaluation since the last step has left cached: it is not this step's peak."""
+        meter = self._run.meter
+        if meter.reserved_peak_bytes() > self._budget_bytes:
+            meter.give_back()
+            meter.reset_peak()
+
+    def forward_starts(self, shape: tuple[int, ...]) -> None:
+        """Choose plan and guard for a micro-batch of ``shape``."""
+        planned, smaller = self._size, self.smaller
+        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
+        fits = planned is None or size is None or planned.covers(size)
+        if smaller is not None:
+            if size is None or not fits or self._run.guarded:
+                smaller.use_largest()
+            else:
+                smaller.serve(size)
+        if not fits:
+            if not self._larger:
+                logger.info(
+                    "%s: a batch of %s is larger than what is planned for: this step runs under the guard",
+                    self._run.name,
+                    shape,
+                )
+            self._larger = self._larger_now = True
+            self._run.set_guard(True)
+
+    def ran_out(self, failure: Failure) -> None:
+        """Note that memory ran out under the plan, and run the rest of this step under the guard."""
+        if self.smaller is None or not self.smaller.drop_used():
+            self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
+        self._run.set_guard(True)
+
+    def step_ended(self) -> bool:
+        """Return whether to plan anew; the same on every rank."""
+        self._steps += 1
+        if not self._stays_guarded:
+            over_bytes = self._run.meter.reserved_peak_bytes() - self._budget_bytes
+            if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
+                self._run.meter.give_back()  # what that plan held is not the next one's peak
+            elif not self._larger_now:  # a larger batch's peak says nothing about the plan
+                self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
+            if self._run.guarded:
+                self._run.set_guard(False)
+        self._larger_now = False
+        if self.smaller is not None:
+            self.smaller.step_ended()
+        if not self._may_plan or not (world_size() == 1 or self._steps % CHECK_STEPS == 0):
+            return False
+        needs = from_all_ranks((self._larger, self.missed_by_bytes))
+        self.missed_by_bytes = max(missed for _, missed in needs)
+        if self.missed_by_bytes:
+            logger.info(
+                "%s: a step wanted %s more than there is; planning anew",
+                self._run.name,
+                gib_text(self.missed_by_bytes),
+            )
+        return self.missed_by_bytes > 0 or any(larger for larger, _ in needs)
+
 
 Value = TypeVar("Value")
 

@@ -33,11 +33,10 @@ from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call
 from ..errors import ActSwapError, short_traceback
 from ..plan.dry_run import is_dry
-from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import is_collective
+from ..plan.wrappers import FSDP2_METHOD
 from .meter import runs_its_own_dispatch
-from .rescue.out_of_memory import Failure, failure_of
-from .rescue.random_states import RandomStates
+from .oom_guard import Failure, RandomStates, failure_of
 
 logger = logging.getLogger(__name__)
 

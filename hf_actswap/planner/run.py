@@ -24,10 +24,10 @@ from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
 from .budget import BudgetError, impossible
 from .meter import Meter
-from .rescue.oom_guard import OomGuard, guard_compiled
-from .states.optimizer_kinds import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
+from .oom_guard import OomGuard, guard_compiled
+from .plan_file import MeasuredStep
 from .states.optimizer_states import OptimizerStates
-from .trials import MeasuredStep
+from .states.streamed_step import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
 
 ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""

@@ -22,7 +22,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from ..plan.actions import Scope
-from ..plan.mindformers_names import ATTENTION_CORE
+from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
 from .profile import Profile
 

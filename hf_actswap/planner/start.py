@@ -20,23 +20,21 @@ from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
 from ..engine.stats import GIB
-from ..engine.transfer import Transfer
-from ..engine.transfer_streams import transfer_of
+from ..engine.transfer import Transfer, transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan, PlanRow, Scope, Tile, Windows, format_scopes
-from ..plan.checkpointing_rules import problems_of_checkpointing
-from ..plan.fingerprint import NOT_COMPARED
-from ..plan.gradient_checkpointing import checkpointing_argument, is_checkpointed
+from ..plan.actions import NOT_COMPARED, MemoryPlan, PlanRow, Scope, Tile, Windows, format_scopes
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
+from ..plan.wrapper_rules import problems_of_checkpointing
+from ..plan.wrappers import checkpointing_argument, is_checkpointed
 from .least_budget import LeastBudget
 from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, device_name
+from .oom_guard import OomGuard
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
-from .rescue.oom_guard import OomGuard
 from .run import ApplyPlan, ApplyTiles, PlannedTraining, Run
-from .states.optimizer_kinds import inner_optimizer
 from .states.optimizer_states import OptimizerStates
+from .states.streamed_step import inner_optimizer
 
 logger = logging.getLogger(__name__)
 

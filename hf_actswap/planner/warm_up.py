@@ -24,11 +24,10 @@ from ..engine.link import Link
 from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope
-from ..plan.compiled import called_modules, uncompiled
 from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.wrappers import called_modules, uncompiled
 from .profile import Profile
-from .record.clock import DeviceClock
-from .record.recorder import StepRecorder
+from .record.recorder import DeviceClock, StepRecorder
 from .run import Run
 from .search.compiled_frontier import variants_of
 from .shape_buckets import ModuleName, ModuleWeights, RecordedStep, tokens_of

@@ -33,11 +33,7 @@ from ..planner.meter import AllocatorMeter, CountingMeter, Meter, device_name
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.devices import device_rates, known_device_or_default
 from ..planner.record.shapes import profile_from_shapes
-from ..planner.states.optimizer_kinds import (
-    expected_state_bytes,
-    inner_optimizer,
-    state_bytes_beside_weights,
-)
+from ..planner.states.streamed_step import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
 from .predictions import (
     TOKEN_BYTES,
     PassWork,

@@ -22,8 +22,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from ..engine.blocks import HostBuffer
-from ..engine.host_pool import HostPool
+from ..engine.host_pool import HostBuffer, HostPool
 from ..engine.stats import Counters, gib_text
 from ..engine.transfer import Copy, Transfer
 from ..errors import PlanError, Problem

@@ -14,9 +14,8 @@ from ..errors import PlanError, Problem
 from ..parallel.sequence_region import divides_sequence
 from ..plan.dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
-from ..plan.fsdp2 import FSDP2_METHOD
-from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import ModelStructure, device_of
+from ..plan.wrappers import FSDP2_METHOD, is_checkpointed
 from .streamed_attention import traced
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..engine.host_pool import HostPool
-from ..engine.slabs import PageableSlabs
+from ..engine.host_pool import HostPool, PageableSlabs
 from ..engine.stats import Counters
 from ..engine.transfer import BlockingTransfer
 from ..errors import PlanError, Problem

@@ -39,7 +39,7 @@ from ..engine.pieces import Exchangeable, first_order_only, zero_sum
 from ..engine.replay import CallState
 from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
-from ..parallel.decoder_block import OwnHeadsConfig
+from ..parallel.decoder_layers import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
 from ..plan.model_structure import device_of

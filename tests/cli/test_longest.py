@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply
 from hf_actswap.cli.longest import STREAMED, UNIT_TOKENS, _Lengths, longest_of
-from hf_actswap.cli.plan_request import AskedStep, ModelRequest, PlanRequest, Sharding
+from hf_actswap.cli.options import AskedStep, ModelRequest, PlanRequest, Sharding
 from hf_actswap.cli.step import StepShape, profile_of
 from hf_actswap.cli.subject import subject
 from hf_actswap.config import load_config

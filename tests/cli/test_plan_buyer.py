@@ -14,11 +14,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import load_config, model_structure, resolve_plan
-from hf_actswap.cli.optimizers import state_bytes, step_bytes
+from hf_actswap.cli.options import ModelRequest, Sharding
 from hf_actswap.cli.output import busy
-from hf_actswap.cli.plan_request import ModelRequest, Sharding
 from hf_actswap.cli.planned import rates_or_none
-from hf_actswap.cli.step import StepShape, bytes_by_fate, profile_of, ranks_of_a_machine
+from hf_actswap.cli.step import (
+    StepShape,
+    bytes_by_fate,
+    profile_of,
+    ranks_of_a_machine,
+    state_bytes,
+    step_bytes,
+)
 from hf_actswap.cli.subject import subject
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.meter import CountingMeter, baseline_tensors

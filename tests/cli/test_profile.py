@@ -14,14 +14,8 @@ from typer.testing import CliRunner
 
 from hf_actswap.cli import profile as profile_command
 from hf_actswap.cli.app import app
+from hf_actswap.cli.profile import TIMED_STEPS, WARM_UP_STEPS, RecordedSteps, for_all_layers, median_times
 from hf_actswap.cli.profile_file import ProfileFile, read_profile
-from hf_actswap.cli.recorded_steps import (
-    TIMED_STEPS,
-    WARM_UP_STEPS,
-    RecordedSteps,
-    for_all_layers,
-    median_times,
-)
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
 from hf_actswap.plan import model_structure

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_actswap import load_config, model_structure
 from hf_actswap.config.keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS
-from hf_actswap.plan.match import LayerNames
+from hf_actswap.plan.rules import LayerNames
 from tests.docs.pages import DOCS, ROOT, blocks, script, text_of
 from tests.engine.tiny_models import tiny_llama
 

@@ -32,9 +32,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_actswap.engine import StreamTransfer, host_budget, transfer_streams
+from hf_actswap.engine import StreamTransfer, host_budget, transfer
+from hf_actswap.engine.host_pool import PageableSlabs
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.slabs import PageableSlabs
 
 Clock = dict[str, int]
 """How many operators of each stream are done."""
@@ -322,7 +322,7 @@ def pretend(patch: pytest.MonkeyPatch, order: StreamOrder | None = None) -> list
     patch.setattr(torch.accelerator, "current_stream", order.current)
     patch.setattr(torch.cuda, "_sleep", spins.append)
     patch.setattr(host_budget, "PinnedSlabs", lambda *_: _Slabs(order))
-    patch.setattr(transfer_streams, "measure_link", lambda _device: Link(1e9, 1e9, 1e9, 1e9, latency_ms=0.0))
+    patch.setattr(transfer, "measure_link", lambda _device: Link(1e9, 1e9, 1e9, 1e9, latency_ms=0.0))
     patch.setattr(StreamTransfer, "synchronize", order.synchronize)
     patch.setattr(StreamTransfer, "free_bytes", lambda _self: 2**30)
     patch.setattr(StreamTransfer, "empty_cache", lambda _self: None)

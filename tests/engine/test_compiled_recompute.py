@@ -20,8 +20,8 @@ from benchmarks.rows import compiled_lean_mix, compiled_mix
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.compiled_regions import region_rules
 from hf_actswap.plan.actions import COMPILE_BUDGET
-from hf_actswap.plan.recomputed_modules import RecomputedModules
 from hf_actswap.plan.record import storage_key
+from hf_actswap.plan.saved_bytes import RecomputedModules
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import (
     BATCH,

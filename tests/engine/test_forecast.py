@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import Resources, forecast, host_budget, install
-from hf_actswap.engine.forecast import record_saved
-from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine import Resources, host_budget, install
+from hf_actswap.engine.host_budget import record_saved
+from hf_actswap.engine.host_pool import PageableSlabs
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
@@ -167,7 +167,7 @@ def test_where_it_cannot_be_known_a_line_says_so(
 def test_a_plan_that_keeps_everything_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(forecast, "record_saved", lambda *_: pytest.fail("recorded"))
+    monkeypatch.setattr(host_budget, "record_saved", lambda *_: pytest.fail("recorded"))
     model = tiny_llama()
     with caplog.at_level(logging.INFO), apply(model, plan_of(PlanRow(0, "", "keep"))):
         one_step(model)
@@ -186,7 +186,7 @@ def test_a_plan_that_swaps_and_recomputes_is_recorded_once(
             raise NotImplementedError("no fakes")
         return record_saved(*call)
 
-    monkeypatch.setattr(forecast, "record_saved", counted)
+    monkeypatch.setattr(host_budget, "record_saved", counted)
     model = tiny_llama()
     rows = (*swap_rows(["self_attn"], [1]), PlanRow(0, "mlp", "recompute"))
     with caplog.at_level(logging.INFO), apply(model, plan_of(*rows)):

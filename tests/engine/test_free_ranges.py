@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_actswap.engine.free_ranges import ALIGNMENT_BYTES, FreeRanges, Range
+from hf_actswap.engine.host_pool import ALIGNMENT_BYTES, FreeRanges, Range
 
 SLABS = {0: 16 * ALIGNMENT_BYTES, 1: 8 * ALIGNMENT_BYTES + 100}
 

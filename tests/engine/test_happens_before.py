@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import Resources, StreamTransfer, install, transfer_streams
-from hf_actswap.engine.blocks import HostBuffer
+from hf_actswap.engine import Resources, StreamTransfer, install, transfer
+from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.stats import Counters, PendingTime
 from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
 from tests.engine.pretended_streams import CPU, PretendedEvent, PretendedStream, StreamOrder, pretend
@@ -116,13 +116,13 @@ def test_a_graph_may_die_while_a_copy_stream_is_current(
 ) -> None:
     """Catches a copy that makes only the current stream wait."""
 
-    def wait_on_current_alone(copy: transfer_streams._StreamCopy) -> PendingTime | None:
+    def wait_on_current_alone(copy: transfer._StreamCopy) -> PendingTime | None:
         torch.accelerator.current_stream(CPU).wait_event(copy.done.event)
         return None
 
     order = StreamOrder(1, collections=0.05)
     assert run_stress(stress, swap_everything(20), order, monkeypatch) == []
-    monkeypatch.setattr(transfer_streams._StreamCopy, "wait", wait_on_current_alone)
+    monkeypatch.setattr(transfer._StreamCopy, "wait", wait_on_current_alone)
     assert run_stress(stress, swap_everything(20), StreamOrder(1, collections=0.05), monkeypatch)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap import MemoryPlan, apply, model_structure
-from hf_actswap.engine.forecast import record_saved
+from hf_actswap.engine.host_budget import record_saved
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.saved_bytes import swapped_bytes
 from hf_actswap.plan.settle import settled

@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_actswap.engine.numa import bind, bind_rank, bound_to, cpus_of, node_of, parse_cpulist, usable_cpus
+from hf_actswap.engine.host_memory import (
+    bind,
+    bind_rank,
+    bound_to,
+    cpus_of,
+    node_of,
+    parse_cpulist,
+    usable_cpus,
+)
 
 GPU = torch.device("cuda", 1)
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")

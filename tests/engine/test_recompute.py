@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine.catcher import RecomputeError
+from hf_actswap.engine.recompute import RecomputeError
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,

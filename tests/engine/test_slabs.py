@@ -9,10 +9,8 @@ import threading
 import pytest
 import torch
 
-from hf_actswap.engine.host_memory import locked_memory_limit
-from hf_actswap.engine.host_pool import HostPool
-from hf_actswap.engine.numa import usable_cpus
-from hf_actswap.engine.slabs import PageableSlabs, PinnedSlabs, mapped
+from hf_actswap.engine.host_memory import locked_memory_limit, usable_cpus
+from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs, mapped
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -87,7 +85,7 @@ def test_every_page_is_touched_before_it_is_locked(monkeypatch: pytest.MonkeyPat
     cudart = FakeCudart()
     slab = torch.full((50 * MIB + 7,), 0xA5, dtype=torch.uint8)
     nonzero: list[int] = []
-    monkeypatch.setattr("hf_actswap.engine.slabs.mapped", lambda size_bytes: slab[:size_bytes])
+    monkeypatch.setattr("hf_actswap.engine.host_pool.mapped", lambda size_bytes: slab[:size_bytes])
     register = cudart.cudaHostRegister
 
     def watched(pointer: int, size: int, flags: int) -> int:

@@ -12,10 +12,10 @@ from torch import nn
 
 from hf_actswap import AppliedPlan, MemoryPlan, apply
 from hf_actswap.engine import host_budget
+from hf_actswap.engine.host_pool import PageableSlabs
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.step_watch import MemoryWatch, StepMemory, StepTimeline, TimeWatch
-from hf_actswap.engine.watched_copies import WatchedTransfer
+from hf_actswap.engine.transfer import WatchedTransfer
 from hf_actswap.planner import CountingMeter
 
 from .simulated_transfer import Clock, SimulatedStamp, SimulatedTransfer

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.engine import AppliedPlan
-from hf_actswap.engine.operator_clock import OperatorClock
+from hf_actswap.engine.schedule import OperatorClock
 from tests.engine.tiny_models import assert_bitwise_equal, gradients_of_step, snapshot, tiny_llama
 from tests.quick_cases import quick_first
 

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from hf_actswap import MemoryPlan, PlanError, apply, model_structure, resolve_plan
 from hf_actswap.config import load_config
-from hf_actswap.plan import PlanRow, Windows, gradient_checkpointing
-from hf_actswap.plan.gradient_checkpointing import checkpointing_argument, checkpoints_its_call
+from hf_actswap.plan import PlanRow, Windows, wrappers
+from hf_actswap.plan.wrappers import checkpointing_argument, checkpoints_its_call
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_recompute import held_bytes
 from tests.engine.tiny_models import (
@@ -283,7 +283,7 @@ def test_switched_on_later_where_only_outputs_are_swapped() -> None:
 )
 def test_the_argument_that_messages_name(release: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(TrainingArguments("out", use_cpu=True), checkpointing_argument())
-    monkeypatch.setattr(gradient_checkpointing, "version", lambda package: release)
+    monkeypatch.setattr(wrappers, "version", lambda package: release)
     assert f"({name}=False)" in message(checkpointed(), CASE_4)
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerCallback
 
 from hf_actswap import ActSwapCallback, PlanError
-from hf_actswap.integrations.calling_trainer import called_model
+from hf_actswap.integrations.callback import called_model
 
 from .conftest import CASE_1, CASE_2, CASE_3, FULL_RECOMPUTE, grad_norms, losses, tiny_llama
 

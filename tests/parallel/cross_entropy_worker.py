@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_actswap.parallel import tensor_parallel_group
-from hf_actswap.parallel.cross_entropy import (
+from hf_actswap.parallel.vocabulary import (
     from_parallel_logits_to_logprobs,
     parallel_causal_lm_loss,
     parallel_cross_entropy,

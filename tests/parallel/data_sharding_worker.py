@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_actswap.apply import apply
 from hf_actswap.integrations.prepare import prepare
-from hf_actswap.parallel.gradient_norm import clip_grad_norm
-from hf_actswap.parallel.gradients import TaggedGradients
-from hf_actswap.parallel.group import tensor_parallel_group
+from hf_actswap.parallel.collectives import tensor_parallel_group
+from hf_actswap.parallel.gradients import TaggedGradients, clip_grad_norm
 from hf_actswap.parallel.mesh import MeshError, ParallelMesh, build_mesh
 from hf_actswap.parallel.patch_model import Patched, patch_model
 from tests.parallel.patch_worker import config, drifting, full_gradients, gradients, relative_errors

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_actswap.apply import apply
 from hf_actswap.parallel.block_hooks import GatherHook, keep_gathered_inputs
-from hf_actswap.parallel.group import tensor_parallel_group
+from hf_actswap.parallel.collectives import tensor_parallel_group
 from hf_actswap.parallel.layers import ColumnParallelLinear, SharedInput
 from tests.parallel.patch_ways_worker import counted, ids_of, patched_pair
 from tests.processes import run_cases

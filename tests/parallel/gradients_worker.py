@@ -20,11 +20,12 @@ from hf_actswap.parallel import (
     reduce_from_tensor_model_parallel_region,
     tensor_parallel_group,
 )
-from hf_actswap.parallel.gradient_norm import clip_grad_norm, get_grad_norm
 from hf_actswap.parallel.gradients import (
     TaggedGradients,
     allreduce_sequence_parallel_gradients,
+    clip_grad_norm,
     forget_sums,
+    get_grad_norm,
     watch_of,
 )
 from tests.parallel.collective_calls import Collective, wrapped

@@ -31,8 +31,7 @@ from hf_actswap.parallel import (
     scatter_to_tensor_model_parallel_region,
     tensor_parallel_group,
 )
-from hf_actswap.parallel.communication import all_gather, all_reduce, reduce_scatter
-from hf_actswap.parallel.mappings import copied
+from hf_actswap.parallel.mappings import all_gather, all_reduce, copied, reduce_scatter
 from tests.parallel.collective_calls import KINDS, Collective, wrapped
 from tests.parallel.sharded_math import alone, assert_close, from_all, part, same, summed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hf_actswap.apply import apply
-from hf_actswap.parallel.group import tensor_parallel_group
+from hf_actswap.parallel.collectives import tensor_parallel_group
 from hf_actswap.parallel.patch_model import patch_model
 from tests.parallel.patch_worker import Case, Result, batches, compare, config, full_gradients, step
 from tests.parallel.patched_models import tiny_model

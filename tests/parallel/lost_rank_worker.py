@@ -9,8 +9,7 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from hf_actswap.parallel.gradient_norm import clip_grad_norm
-from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients, clip_grad_norm
 from hf_actswap.parallel.patch_model import patch_model
 from tests.parallel.patch_worker import config
 from tests.parallel.patched_models import tiny_model

@@ -23,9 +23,8 @@ from transformers import (
 
 from hf_actswap.apply import apply
 from hf_actswap.config.schema import ParallelConfig
-from hf_actswap.parallel.gradient_norm import clip_grad_norm
-from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.parallel.group import tensor_parallel_group
+from hf_actswap.parallel.collectives import tensor_parallel_group
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients, clip_grad_norm
 from hf_actswap.parallel.patch_model import PatchError, patch_model
 from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.parallel.vocabulary import LazyLogits

@@ -14,12 +14,9 @@ from torch.nn.utils import get_total_norm
 
 from hf_actswap.apply import apply
 from hf_actswap.config.schema import ParallelConfig
-from hf_actswap.parallel.collectives import gathered
-from hf_actswap.parallel.full_state import partitions_of
-from hf_actswap.parallel.gradient_norm import get_grad_norm
-from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.parallel.group import tensor_parallel_group
-from hf_actswap.parallel.patch_model import Patched, patch_model
+from hf_actswap.parallel.collectives import gathered, tensor_parallel_group
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients, get_grad_norm
+from hf_actswap.parallel.patch_model import Patched, partitions_of, patch_model
 from tests.parallel.patched_models import VOCABULARY, tiny_model
 from tests.processes import run_cases
 

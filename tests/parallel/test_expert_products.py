@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap.parallel.expert_products import (
-    ProductSettings,
-    Routing,
-    combined_product,
-    routed_product,
-)
+from hf_actswap.parallel.routed_experts import ProductSettings, Routing, combined_product, routed_product
 
 TOKENS, OF_A_TOKEN, EXPERTS = 7, 2, 5
 SIZES = {"aligned": (8, 12), "unaligned": (5, 3)}

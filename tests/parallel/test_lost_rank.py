@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_actswap.parallel.lost_ranks import ANSWER_LIMIT_S, lost_rank_error
+from hf_actswap.parallel.rank_agreement import ANSWER_LIMIT_S, lost_rank_error
 from tests.parallel.lost_rank_worker import DYING_RANK, LAST_STEP, PLACES, WORLD_SIZE, run_on_rank
 from tests.processes import launch
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from hf_actswap.apply import apply
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.chunked_logits import ChunkedLogits
-from hf_actswap.integrations import fused_head
-from hf_actswap.integrations.fused_head import replace_fused_head
+from hf_actswap.integrations import parallel_training
+from hf_actswap.integrations.parallel_training import replace_fused_head
+from hf_actswap.parallel.collectives import tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.patch_model import patch_model
 from tests.engine.test_tiled_loss import IGNORED, STEPS, TOKENS, VOCABULARY, Meter, NoLogits, Step, furthest
 from tests.engine.tiny_models import gradients
@@ -214,7 +214,7 @@ def run_fused_head(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
         model.forward = MethodType(fused, model)
         replace_fused_head(patched)
         limits = (VOCABULARY, VOCABULARY // WORLD_SIZE) if written != "off" else (-1,)
-        pieces = mock.patch.object(fused_head, "_PIECE_TOKENS", TILE)
+        pieces = mock.patch.object(parallel_training, "_PIECE_TOKENS", TILE)
         with pieces, tiled(model, group, written), NoLogits(*limits):
             out = model(input_ids=ids, labels=labels, fused_lm_head=True)
             out.loss.backward()

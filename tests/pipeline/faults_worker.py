@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from hf_actswap.parallel import lost_ranks
-from hf_actswap.parallel.lost_ranks import LostRanks
+from hf_actswap.parallel import rank_agreement
+from hf_actswap.parallel.rank_agreement import LostRanks
 from tests.integrations.parallel_runs import Rows, told
 from tests.pipeline.staged_worker import VOCABULARY
 from tests.pipeline.trainer_worker import trainer_of
@@ -156,7 +156,7 @@ LIMIT_S = 2.0
 
 def lose_ranks(slow: bool, rank: int, folder: str) -> None:
     """Let a rank end in each way, every rank in a process of its own: forked, to import nothing again."""
-    lost_ranks.ANSWER_LIMIT_S = LIMIT_S
+    rank_agreement.ANSWER_LIMIT_S = LIMIT_S
     for how in ENDS if slow else QUICK:
         place = Path(folder, how)
         place.mkdir(exist_ok=True)

@@ -18,10 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap.apply import apply_plan
 from hf_actswap.engine import Resources, StreamTransfer, Transfer, host_budget, passes
-from hf_actswap.engine.blocks import HostBuffer
+from hf_actswap.engine.host_pool import HostBuffer, PageableSlabs
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.passes import Pass, PassOrder, Point
-from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.engine.transfer import Copy

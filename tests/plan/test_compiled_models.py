@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_actswap import PlanError, load_config, model_structure, resolve_plan
-from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
 from hf_actswap.plan.opnames import function_name
+from hf_actswap.plan.wrappers import checkpoints_its_call
 
 MakeModel = Callable[..., Any]
 

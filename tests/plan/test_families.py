@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import ModelStructure, PlanRow, Windows
-from hf_actswap.plan.match import LayerNames
-from hf_actswap.plan.mindformers_names import megatron_names
+from hf_actswap.plan.opnames import megatron_names
+from hf_actswap.plan.rules import LayerNames
 from tests.plan.documents import NO_COUNTERPART
 from tests.quick_cases import quick_first
 

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_actswap.config.schema import ParallelConfig
-from hf_actswap.plan.layer_tables import (
+from hf_actswap.plan.layout import (
+    PipelineLayout,
+    build_layout,
     format_formative,
     layers_from_counts,
     layers_from_indices,
@@ -23,7 +25,6 @@ from hf_actswap.plan.layer_tables import (
     normalise_indices,
     normalise_selection,
 )
-from hf_actswap.plan.layout import PipelineLayout, build_layout
 from tests.plan.documents import MUL, SILU
 
 SELECT_DEFAULT, COMM_DEFAULT = (MUL, SILU), (r".*\.norm",)

@@ -11,8 +11,7 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import PlanRow
-from hf_actswap.plan.overwritten import keep_what_is_overwritten
-from hf_actswap.plan.settle import settled
+from hf_actswap.plan.settle import keep_what_is_overwritten, settled
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,

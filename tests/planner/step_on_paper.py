@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_actswap.planner.search.layer_costs import LinkRate, Option
 from hf_actswap.planner.search.layer_graph import Segment
+from hf_actswap.planner.search.layer_options import LinkRate, Option
 
 
 def cost_and_peak(

@@ -11,7 +11,7 @@ import torch
 
 from hf_actswap import MemoryPlan, apply
 from hf_actswap.planner import BudgetError, Planner, phases, retry
-from hf_actswap.planner.trials import Trial
+from hf_actswap.planner.plan_file import Trial
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, on_device, train
 from tests.quick_cases import quick_first

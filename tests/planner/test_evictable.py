@@ -14,8 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_actswap.engine.evictable import EvictableTensors, EvictableTicket
-from hf_actswap.engine.host_pool import HostPool
-from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine.host_pool import HostPool, PageableSlabs
 from hf_actswap.engine.tickets import StaleTensorError, restore
 
 CPU = torch.device("cpu")

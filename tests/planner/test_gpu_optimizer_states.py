@@ -10,8 +10,7 @@ from torch import nn
 
 from benchmarks.exactness import deterministic
 from hf_actswap.engine import StreamTransfer
-from hf_actswap.engine.host_pool import HostPool
-from hf_actswap.engine.slabs import PinnedSlabs
+from hf_actswap.engine.host_pool import HostPool, PinnedSlabs
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 from tests.rehearsed import on_gpu
 

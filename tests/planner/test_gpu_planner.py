@@ -23,9 +23,8 @@ from hf_actswap import apply, model_structure
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.planner import AllocatorMeter, BudgetError
 from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.record.clock import DeviceClock
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.record.recorder import StepRecorder
+from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder
 from tests.engine.gpu_stress import SEGMENT_BYTES, needs_expandable_segments
 from tests.planner.simulated_device import Trained
 from tests.rehearsed import on_gpu, skip_compiled, skip_times

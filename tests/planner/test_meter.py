@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hf_actswap.engine.blocks import HostBuffer
-from hf_actswap.engine.slabs import mapped
+from hf_actswap.engine.host_pool import HostBuffer, mapped
 from hf_actswap.engine.transfer import BlockingTransfer
 from hf_actswap.planner.meter import CountingMeter
 

@@ -25,8 +25,7 @@ from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.rescue.oom_guard import OomGuard, guard_compiled
-from hf_actswap.planner.rescue.out_of_memory import failure_of
+from hf_actswap.planner.oom_guard import OomGuard, failure_of, guard_compiled
 from tests.engine.tiny_models import (
     VOCABULARY,
     assert_bitwise_equal,

@@ -16,9 +16,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from hf_actswap.engine import BlockingTransfer
-from hf_actswap.engine.blocks import HostBuffer
-from hf_actswap.engine.host_pool import HostPool
-from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine.host_pool import HostBuffer, HostPool, PageableSlabs
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.errors import PlanError
 from hf_actswap.planner.meter import CountingMeter

@@ -17,7 +17,7 @@ from hf_actswap.plan.saved_bytes import swapped_bytes, swapped_copies
 from hf_actswap.planner.budget import BudgetError
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import Limits, Profile
-from hf_actswap.planner.search import layer_cuts, layer_milp
+from hf_actswap.planner.search import layer_milp, layer_options
 from hf_actswap.planner.search.find_plan import Found, Search, candidates, find_plan, least_peak_bytes
 from hf_actswap.planner.search.layer_milp import Solution
 from tests.quick_cases import quick_first
@@ -231,6 +231,6 @@ def test_a_search_leaves_the_output_of_the_process_alone(
 
 
 def test_missing_scipy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_cuts, "csr_array", None)
+    monkeypatch.setattr(layer_options, "csr_array", None)
     with pytest.raises(PlanError, match="pip install scipy"):
         find_plan(llama(layers=2), replace(NOTHING, num_layers=2), Limits(2**30))

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.actions import MemoryPlan, PlanRow
 from hf_actswap.planner.profile import Limits
-from hf_actswap.planner.search.layer_costs import LinkRate, Option, evaluate
-from hf_actswap.planner.search.layer_cuts import best_runs
-from hf_actswap.planner.search.layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
+from hf_actswap.planner.search.layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment, segments_of
 from hf_actswap.planner.search.layer_milp import GAP, STEP_GAP, Caps, solve
-from hf_actswap.planner.search.layer_options import options_of
-from hf_actswap.planner.search.layer_segments import segments_of
+from hf_actswap.planner.search.layer_options import LinkRate, Option, best_runs, evaluate, options_of
 
 from .search_profiles import MIB, Op, link_of, llama_layer, profile_of
 from .step_on_paper import cost_and_peak

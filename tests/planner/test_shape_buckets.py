@@ -16,13 +16,13 @@ from hf_actswap.config.schema import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan.actions import MemoryPlan
-from hf_actswap.planner import bucket_plans, stable
+from hf_actswap.planner import bucket_plans, phases
+from hf_actswap.planner.phases import SearchPhase
+from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.shapes import profile_from_shapes
-from hf_actswap.planner.search_phase import SearchPhase
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
-from hf_actswap.planner.trials import MeasuredStep
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.tiny_models import (
@@ -250,8 +250,8 @@ def test_random_lengths() -> None:
     stable_peaks = [peak for peak, planned in in_stable if planned]
     assert len(stable_peaks) > 15
     assert max(stable_peaks) <= budget
-    assert len(found.planner.planning_s) <= 2 * stable.MOST_PLANS
-    assert found.phases.count("warm-up") <= 2 + stable.MOST_PLANS
+    assert len(found.planner.planning_s) <= 2 * phases.MOST_PLANS
+    assert found.phases.count("warm-up") <= 2 + phases.MOST_PLANS
     own = [bucket for bucket in found.buckets[1:] if bucket.plan is not None]
     assert own
     assert not any(bucket.dropped for bucket in found.buckets)

@@ -8,8 +8,8 @@ import pytest
 
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.actions import COMPILE_BUDGET, MemoryPlan, PlanRow, Windows
+from hf_actswap.planner.cost.scope_fates import StepOrder, timeline
 from hf_actswap.planner.cost.simulate import fates_of, predict
-from hf_actswap.planner.cost.step_order import StepOrder, timeline
 from hf_actswap.planner.profile import Profile
 
 from .search_profiles import Op, profile_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from hf_actswap.cli.plan_request import ModelRequest
+from hf_actswap.cli.options import ModelRequest
 from hf_actswap.cli.step import StepShape, profile_of
 from hf_actswap.cli.subject import AnalysedModel, subject
 from hf_actswap.config import load_config

@@ -13,7 +13,7 @@ import yaml
 from hf_actswap.cli.longest import INPUTS_SWAPPED, RECOMPUTED
 from hf_actswap.config import load_config
 from hf_actswap.plan import model_structure
-from hf_actswap.plan.tile_ladder import tile_ladder
+from hf_actswap.plan.tiles import tile_ladder
 from tests.engine.tiny_models import tiny_llama
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]

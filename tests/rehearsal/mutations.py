@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hf_actswap.engine import blocks, evictable, tickets, transfer_streams
+from hf_actswap.engine import evictable, host_pool, tickets, transfer
 from hf_actswap.planner.states import state_storages
 from hf_actswap.stream import host_sequence
 
@@ -52,7 +52,7 @@ class Mutation:
             setattr(self.owner, self.method, original)
 
 
-_Copies, _Copy = transfer_streams.StreamTransfer, transfer_streams._StreamCopy
+_Copies, _Copy = transfer.StreamTransfer, transfer._StreamCopy
 _Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
 _AFTER_COMPUTE = "wait_event(self._events.recorded_on(compute).event)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
@@ -127,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an event is used again without being recorded",
-        transfer_streams._Events,
+        transfer._Events,
         "recorded_on",
         "event.record(stream)",
         "len(self._free) or event.record(stream)",
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host memory is cut up while it is read",
-        blocks.Blocks,
+        host_pool.Blocks,
         "_join_kept",
         "buffer.last_use.synchronize()",
         "pass",

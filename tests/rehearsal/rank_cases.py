@@ -260,8 +260,8 @@ def pipeline(rank: int) -> list[str]:
 def tensor_parallel(rank: int) -> list[str]:
     """Tensor and sequence parallelism, every layer swapped, beside one process on the CPU."""
     from hf_actswap.apply import apply
+    from hf_actswap.parallel.collectives import tensor_parallel_group
     from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-    from hf_actswap.parallel.group import tensor_parallel_group
     from hf_actswap.parallel.patch_model import patch_model
     from tests.parallel.patch_worker import config, full_gradients
     from tests.pipeline.staged_worker import SWAP

@@ -48,7 +48,7 @@ def test_host_memory_of_a_swap_takes_none_of_the_machine() -> None:
     """Locked pages that carry no values have nothing behind them: less than a hundredth is resident."""
     code = """
 import resource
-from hf_actswap.engine.slabs import PinnedSlabs
+from hf_actswap.engine.host_pool import PinnedSlabs
 slabs = PinnedSlabs(torch.device("cuda", 0))
 slabs.allocate(2**20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

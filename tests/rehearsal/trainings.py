@@ -18,11 +18,9 @@ from torch import nn
 from hf_actswap import apply
 from hf_actswap.apply import apply_plan
 from hf_actswap.engine import Resources, StreamTransfer
-from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.evictable import EvictableTensors
-from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.host_pool import HostBuffer, HostPool, PinnedSlabs
 from hf_actswap.engine.passes import Pass, PassOrder
-from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
 from hf_actswap.engine.transfer import Copy

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from hf_actswap.integrations.parallel_training import ParallelTraining
-from hf_actswap.parallel.full_state import with_progress
+from hf_actswap.parallel.patch_model import with_progress
 from hf_actswap.report import BytesBar, PinningBar, PlannerBar
 
 MIB = 2**20

@@ -14,11 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import PlanError, apply
 from hf_actswap.engine import host_pool
-from hf_actswap.engine.blocks import Blocks
-from hf_actswap.engine.forecast import record_saved
-from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.host_budget import record_saved
+from hf_actswap.engine.host_pool import Blocks, HostPool, PageableSlabs
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.stats import Counters
 from hf_actswap.plan import model_structure
 from hf_actswap.stream import streamed_attention, traced

@@ -2,16 +2,360 @@
 
 Nothing here depends on times, and only the rows of a scope, and of scopes with which it shares storages,
 matter. So the result is computed once for each such set of rows, however many plans have them.
+
+Finds where in a step the storages of a profile are made, read and freed, as far as no plan changes it.
+
+A step is counted in **moments**: each op event of forward is one, the end of forward is one, and each op
+event that backward visits is one, in the order of `OpEvent.backward_place` (its number in this order is its
+*place*). Within a moment nothing has an order: what an op event makes or reads is on the device from its
+start to its end.
+
+Predicts the tickets that the engine makes for each storage under a plan, for nodes and for regions.
+
+Which tensors get a ticket, and with which fate, follows the engine (`engine/forward_pass.py`,
+`engine/hooks.py`, `engine/naming_mode.py`), as `plan.saved_bytes` states it. Added here is *who reads a
+ticket*: the node that saved the tensor, or a region that needs it in order to run again; and *who rebuilds*
+what was dropped.
+
+A **region** is a call that runs again. Its key is (layer, module path) for a recomputed module or a layer
+recomputed whole, and the number of the op event for a recomputed function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-from ...plan.actions import Scope
-from .step_order import StepOrder
-from .storage_tickets import CopyOut, HeldTicket, RegionKey, TicketRules
+from ...engine.windows import Timeline
+from ...plan.actions import MemoryPlan, Scope, Windows
+from ...plan.model_structure import is_below
+from ...plan.op_facts import is_repeatable
+from ...plan.saved_bytes import RUN_AGAIN, HostTicketUse, OpCall, RecomputedModules, Use, swap_tickets
+from ..profile import Profile
+from ..record.lifetimes import Places, lifetimes
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A moment at which autograd saves (packs) a tensor, and the engine gets control.
+
+    Args:
+        order: order of the use; a tensor that is no use of the profile comes half way to the next use.
+        op_event: op event in which it happens.
+        op: operator of the node that saves.
+        at_end: whether the op event itself makes the tensor, and so has run by then.
+    """
+
+    order: float
+    op_event: int
+    op: int
+    at_end: bool
+
+
+class StepOrder:
+    """A profile with the indices that the simulator needs.
+
+    Args:
+        profile: the profile of a step.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self.op_events = profile, profile.op_events
+        self.places = Places(profile.op_events)
+        self.scope_events: dict[Scope, list[int]] = {}
+        for number, op_event in enumerate(self.op_events):
+            if op_event.call[0] is not None:
+                self.scope_events.setdefault(op_event.call[0], []).append(number)
+        self.start_ms = list(accumulate((op_event.forward_ms for op_event in self.op_events), initial=0.0))
+        self.lifetimes = lifetimes(profile.saved, self.op_events, self.places)
+        self._op_of_order: dict[int, int] = {}
+        for pack_order, op in profile.hooks:  # the first entry of an order is that of its use
+            self._op_of_order.setdefault(pack_order, op)
+        self.packs = self._packs()
+        self.ops_of_event: list[tuple[int, ...]] = [()] * len(self.op_events)
+        """For each op event its packs' operators, from high to low: backward's hooks in it."""
+        for pack in reversed(self.packs):
+            if pack.op not in self.ops_of_event[pack.op_event]:
+                self.ops_of_event[pack.op_event] += (pack.op,)
+        self._pack_events = [pack.op_event for pack in self.packs]
+        self.born_in: list[list[int]] = [[] for _ in self.op_events]
+        """For each op event, the numbers of the saved storages that it makes."""
+        for number, lifetime in enumerate(self.lifetimes):
+            if lifetime.last_place >= 0 and lifetime.made_in >= 0:
+                self.born_in[lifetime.made_in].append(number)
+        self.functions = self._functions()
+        self.temporary_bytes = self._temporary_bytes()
+        self.touching: dict[Scope, list[int]] = {}
+        self.scopes_of: list[tuple[Scope, ...]] = []
+        for number, storage in enumerate(profile.saved.storages):
+            met = {
+                scope for use in storage.uses for scope in (use.at[0], use.producer[0]) if scope is not None
+            }
+            self.scopes_of.append(tuple(sorted(met, key=str)))
+            for scope in met:
+                self.touching.setdefault(scope, []).append(number)
+
+    def use_op(self, use: Use, op_event: int) -> int:
+        """Return the operator at which the engine meets a use; for a call's inputs that before its nodes."""
+        return (
+            self.saved_op(use.order, op_event)
+            if use.kind == "saved"
+            else max(self.op_events[op_event].first_op - 1, 0)
+        )
+
+    def saved_op(self, order: int, op_event: int) -> int:
+        """Return the operator that saves, and so reads in backward; if unknown, the last of its op event."""
+        last = self.op_events[op_event].first_op + max(self.op_events[op_event].num_ops - 1, 0)
+        return self._op_of_order.get(order, last)
+
+    def inside(self, scope: Scope, path: str) -> list[int]:
+        """Return the op events at and below a path of a scope."""
+        return [
+            number
+            for number in self.scope_events.get(scope, ())
+            if is_below(self.op_events[number].call[1], path)
+        ]
+
+    def packs_between(self, first: int, last: int) -> list[Pack]:
+        """Return the packs in op events from ``first`` to ``last``."""
+        return self.packs[bisect_left(self._pack_events, first) : bisect_right(self._pack_events, last)]
+
+    def last_op(self, scope: Scope) -> int:
+        """Return the last operator of a scope."""
+        op_event = self.op_events[self.scope_events[scope][-1]]
+        return op_event.first_op + max(op_event.num_ops - 1, 0)
+
+    def _packs(self) -> list[Pack]:
+        found, listed = [], set()
+        for storage, lifetime in zip(self.profile.saved.storages, self.lifetimes, strict=True):
+            for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
+                if use.kind == "saved":
+                    found.append(
+                        Pack(use.order, op_event, self.use_op(use, op_event), lifetime.made_in == op_event)
+                    )
+                    listed.add((use.order, found[-1].op))
+        first_ops = [op_event.first_op for op_event in self.op_events]
+        for order, op in self.profile.hooks:
+            if (order, op) not in listed:
+                op_event = max(bisect_right(first_ops, op) - 1, 0)
+                found.append(Pack(order + 0.5, op_event, op, False))
+        return sorted(found, key=lambda pack: (pack.order, pack.op))
+
+    def _functions(self) -> frozenset[int]:
+        """Return the op events that are calls of functions, and not what runs between functions."""
+        return frozenset(
+            op_event
+            for storage, lifetime in zip(self.profile.saved.storages, self.lifetimes, strict=True)
+            for use, op_event in zip(storage.uses, lifetime.op_events, strict=True)
+            if use.at == self.op_events[op_event].call
+            and (use.kind == "function" or (use.kind == "returned" and use.at[2] is not None))
+        )
+
+    def _temporary_bytes(self) -> list[int]:
+        """Return the bytes that each op event needs beyond what stays, in forward and when it runs again."""
+        stays = list(accumulate(reversed([op_event.forward_base_bytes for op_event in self.op_events]), min))[
+            ::-1
+        ]
+        return [
+            op_event.forward_base_bytes - least for op_event, least in zip(self.op_events, stays, strict=True)
+        ]
+
+
+def timeline(
+    forward: Sequence[tuple[int, float]], forward_end_ms: float, backward: Sequence[tuple[int, float]]
+) -> Timeline:
+    """Return a timeline of hooks (operator, ms); hooks out of order join the moment of the one before."""
+    rising: list[tuple[int, float]] = []
+    for op, ms in forward:
+        if not rising or op > rising[-1][0]:
+            rising.append((op, max(ms, rising[-1][1] if rising else 0.0)))
+    falling: list[tuple[int, float]] = []
+    for op, ms in backward:
+        if not falling or op < falling[-1][0]:
+            falling.append((op, ms))
+    return Timeline((*rising, (rising[-1][0] if rising else 0, forward_end_ms)), tuple(falling))
+
+
+RegionKey = tuple[Scope, str] | int
+
+
+class HeldTicket(NamedTuple):
+    """One ticket of a storage.
+
+    Args:
+        kind: whether the tensor stays, is on the host, or is built again.
+        order: order of the use at which the ticket was made.
+        op_event: number of the op event of that use.
+        holder: key of the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
+        source: key of the region that builds the tensor again.
+        copy: number of the host copy among those of the storage; -1: none.
+    """
+
+    kind: Literal["keep", "swap", "built"]
+    order: int
+    op_event: int
+    holder: RegionKey | None = None
+    source: RegionKey | None = None
+    copy: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """One copy of (a part of) a storage to the host.
+
+    Args:
+        number: its number among the copies of the storage.
+        call: the call that produced the storage.
+        size_bytes: bytes that are copied.
+        order, op_event, op: order, op event and operator of the use at which it starts.
+        at_end: whether the op event has run by then.
+        windows: release and prefetch; ``None``: to be chosen by measurement.
+    """
+
+    number: int
+    call: OpCall
+    size_bytes: int
+    order: int
+    op_event: int
+    op: int
+    at_end: bool
+    windows: Windows | None
+
+
+class TicketRules:
+    """Says which tickets and copies one plan gives the storages of one profile.
+
+    Args:
+        order: the profile in the order of its step.
+        plan: the plan.
+        held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
+    """
+
+    def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
+        self._order, self._held = order, held
+        self.recomputed = RecomputedModules(plan, order.profile.saved.modules)
+        self._functions: dict[int, bool] = {}
+        fates = {row.fate for row in plan.rows}
+        self._swaps, self._recomputes = "swap" in fates, not fates.isdisjoint(RUN_AGAIN)
+
+    def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
+        """Return the tickets of a storage, and its copies out, in order."""
+        storage, lifetime = self._order.profile.saved.storages[number], self._order.lifetimes[number]
+        held = self._held.get(number)
+        asked = swap_tickets(storage, self.recomputed, held) if self._swaps else ()
+        swaps = {item.use.order: item for item in asked}
+        tickets: list[HeldTicket] = []
+        copies: list[CopyOut] = []
+        kept: OpCall | None = None
+        made: tuple[OpCall, int] | None = None
+        for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
+            swap = swaps.get(use.order)
+            if swap is not None and swap.is_new:
+                copies.append(self._copy_out(swap, op_event, lifetime.made_in))
+            if use.kind == "returned":
+                kept = use.producer if self.recomputed.is_root(*use.at[:2]) else kept
+                if use.at[2] is not None and use.at == use.producer:
+                    made = (use.producer, op_event) if self.is_function_region(op_event) else None
+            if use.kind == "saved" and use.at[0] in self.recomputed.whole_layers:
+                tickets.append(self._in_checkpoint(use, op_event, lifetime.made_in, copies))
+                continue
+            holder = self._holder(use, op_event, held) if self._recomputes and use.kind != "saved" else None
+            if holder is None and use.kind != "saved":
+                continue
+            if swap is not None:
+                tickets.append(HeldTicket("swap", use.order, op_event, holder, copy=swap.copy))
+                continue
+            source = None
+            if self._recomputes and use.producer != kept:
+                source = self._source(use, op_event, lifetime.made_in, made)
+            kind: Literal["keep", "built"] = "keep" if source is None else "built"
+            tickets.append(HeldTicket(kind, use.order, op_event, holder, source))
+        return tickets, copies
+
+    def is_function_region(self, op_event: int) -> bool:
+        """Return whether an op event is the call of a function that runs again on its own."""
+        known = self._functions.get(op_event)
+        if known is None:
+            known = self._functions[op_event] = self._is_function_region(op_event)
+        return known
+
+    def scope_of(self, region: RegionKey) -> Scope | None:
+        """Return the scope in which a region lies."""
+        return self._order.op_events[region].call[0] if isinstance(region, int) else region[0]
+
+    def runs_again(self, scope: Scope, root: str, op_event: int) -> bool:
+        """Return whether an op event runs again with its recomputed module; kept ops inside do not."""
+        path, ordinal = self._order.op_events[op_event].call[1:]
+        recomputed = self.recomputed
+        if not recomputed.keeps_inside(scope, root):
+            return True
+        while path and path != root:
+            if recomputed.is_held((scope, path, ordinal)) or recomputed.is_kept_module(scope, path):
+                return False
+            path, ordinal = path.rpartition(".")[0], None
+        return True
+
+    def _is_function_region(self, op_event: int) -> bool:
+        call = self._order.op_events[op_event].call
+        if op_event not in self._order.functions or not isinstance(call[0], int):
+            return False
+        return is_repeatable(call[1]) and self.recomputed.rebuilt_by(call) == call
+
+    def _copy_out(self, swap: HostTicketUse, op_event: int, made_in: int) -> CopyOut:
+        use = swap.use
+        return CopyOut(
+            number=swap.copy,
+            call=use.producer,
+            size_bytes=swap.size_bytes,
+            order=use.order,
+            op_event=op_event,
+            op=self._order.use_op(use, op_event),
+            at_end=use.kind == "returned" or (use.kind == "saved" and made_in == op_event),
+            windows=swap.row.windows,
+        )
+
+    def _in_checkpoint(self, use: Use, op_event: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
+        """Return the ticket of a tensor saved in a layer that runs again whole: built, except its inputs."""
+        scope = use.at[0]
+        if scope is None or (made_in >= 0 and self._order.op_events[made_in].call[0] == scope):
+            return HeldTicket("built", use.order, op_event, source=(scope if scope is not None else 0, ""))
+        if copies:
+            return HeldTicket("swap", use.order, op_event, copy=copies[-1].number)
+        return HeldTicket("keep", use.order, op_event)
+
+    def _holder(self, use: Use, op_event: int, held: Use | None) -> RegionKey | None:
+        scope, path, _ = use.at
+        if use is held and scope is not None:
+            root = self.recomputed.root(scope, path)
+            return None if root is None else (scope, root)
+        if not isinstance(scope, int):
+            return None
+        if use.kind == "module":
+            return (scope, path) if self.recomputed.rebuilt_by(use.at) == use.at else None
+        own_call = use.kind == "function" and use.at == self._order.op_events[op_event].call
+        return op_event if own_call and self.is_function_region(op_event) else None
+
+    def _source(
+        self, use: Use, op_event: int, made_in: int, made: tuple[OpCall, int] | None
+    ) -> RegionKey | None:
+        """Return the key of the region that builds the tensor of this use again; ``None``: there is none."""
+        scope, path, _ = use.producer
+        row = self.recomputed.row(use.producer)
+        if row is None or scope is None or row.fate not in RUN_AGAIN:
+            return None
+        if made is not None and made[0] == use.producer:
+            return made[1]
+        if use.kind != "saved":
+            return None
+        at = self._order.op_events[op_event].call
+        root = self.recomputed.root(scope, path)
+        if root is not None:
+            return (scope, root) if at[0] == scope and is_below(at[1], root) else None
+        return op_event if made_in == op_event and self.is_function_region(op_event) else None
+
 
 CopyId = tuple[int, int]
 """(number of a storage, number of one of its copies)."""

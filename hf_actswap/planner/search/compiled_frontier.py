@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ...plan.actions import MemoryPlan, PlanRow
-from ...plan.compiled_rules import problems_of_compiled
-from ...plan.mindformers_names import ATTENTION_CORE
 from ...plan.model_structure import LayerStructure, ModelStructure, is_below
+from ...plan.opnames import ATTENTION_CORE
 from ...plan.record import Call, OpKey
+from ...plan.wrapper_rules import problems_of_compiled
 from ..cost.compiled_shares import bytes_of_layers, compile_points_of, passing_of
 from ..cost.simulate import predict
+from ..plan_file import Trial
 from ..profile import CompileVariant, FrontierPoint, Prediction, Profile
-from ..trials import Trial
 
 _FACTORS = 0.2, 5.0
 """The least and largest factor by which one trial changes a point: a disturbed step must not spoil it."""

@@ -26,11 +26,9 @@ from ..budget import BudgetError
 from ..cost.compiled_shares import compile_points_of, offered_points
 from ..cost.simulate import Simulator
 from ..profile import CompileVariant, Limits, Prediction, Profile
-from .layer_costs import LinkRate, Option
-from .layer_cuts import need_scipy
+from .layer_graph import effective_min_bytes, segments_of
 from .layer_milp import Caps, Solution, solve
-from .layer_options import as_chosen, options_of
-from .layer_segments import effective_min_bytes, segments_of
+from .layer_options import LinkRate, Option, as_chosen, need_scipy, options_of
 from .planned_rows import Choice, plan_of, windows_of
 
 SAFETY = 1.05

@@ -4,13 +4,25 @@ The step consists of *segments*: what runs before the layers, each layer, what r
 belongs to the segment that makes it. The hidden state that a layer hands on belongs to the segment that reads
 it, because only there it is known whether anything holds it. All numbers in a graph count from the segment's
 own start, so that layers of the same kind have equal graphs and share what is computed for one.
+
+Builds the graphs of a step's segments from its profile.
+
+Recomputation follows the rule of `plan.settle`: what autograd saves of the results of a call that runs again
+is dropped, and the inputs of the call are held in its place, unless they are rebuilt too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from ...plan.saved_bytes import OpCall
+from ...plan.actions import MemoryPlan, PlanRow
+from ...plan.model_structure import OUTPUT
+from ...plan.op_facts import is_communication, is_repeatable
+from ...plan.saved_bytes import OpCall, RecomputedModules, SavedStorage, Use
+from ..profile import Limits, OpEvent, Profile
+from ..record.lifetimes import event_of
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""
@@ -145,3 +157,294 @@ def _mean(graphs: list[LayerGraph]) -> LayerGraph:
         forward_base_bytes=highest([graph.forward_base_bytes for graph in graphs]),
         backward_base_bytes=highest([graph.backward_base_bytes for graph in graphs]),
     )
+
+
+def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Segment]:
+    """Return the segments in the order of forward, equal graphs shared.
+
+    Args:
+        profile: profile of the step.
+        fixed: fates that are decided already.
+        limits: of these, the size of the smallest tensor that moves, and whether optimizer states are away.
+    """
+    states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
+    whose = list(_segment_of_events(profile))
+    uses = _UsesBySegment(profile, whose)
+    recomputed = RecomputedModules(fixed, profile.saved.modules)
+    found = [
+        _Builder(
+            profile, recomputed, limits, layer, [i for i, other in enumerate(whose) if other == layer], uses
+        ).segment(states)
+        for layer in sorted(set(whose))
+    ]
+    return grouped(found)
+
+
+def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
+    """Return the size under which no tensor moves: the limits', unless rows written by hand swap."""
+    if any(row.fate == "swap" for row in fixed.rows):
+        return fixed.min_tensor_bytes
+    return max(fixed.min_tensor_bytes, limits.min_tensor_bytes)
+
+
+def _segment_of_events(profile: Profile) -> Iterator[int]:
+    """Yield the segment of each op event by its scope; without one it belongs to what ran before it."""
+    current, last = -1, profile.num_layers
+    for op_event in profile.op_events:
+        scope = op_event.call[0]
+        if isinstance(scope, int):
+            current = scope
+        elif current >= 0 and (scope not in (None, "embedding") or current == last - 1):
+            current = last
+        yield current
+
+
+class _UsesBySegment:
+    """Finds the op event and the segment of a use; knows which storages several segments read."""
+
+    def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
+        self._last_orders = list(accumulate((op_event.last_order for op_event in profile.op_events), max))
+        self._segment_of_events = whose
+        self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
+        self.shared: set[int] = set()
+        for number, storage in enumerate(profile.saved.storages):
+            self._sort(number, storage, profile.num_layers)
+
+    def _sort(self, number: int, storage: SavedStorage, num_layers: int) -> None:
+        readers: set[int] = set()
+        for use in storage.uses:
+            op_event = self.op_event(use)
+            segment = self._segment_of_events[op_event]
+            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
+            if use.kind == "saved" and not is_handed_on(use.producer):
+                home = use.producer[0]
+                readers.add(segment)
+                readers.add(home if isinstance(home, int) else segment)
+        if len(readers) > 1:
+            self.shared.add(number)
+
+    def op_event(self, use: Use) -> int:
+        """Return the number of the op event of a use."""
+        return event_of(self._last_orders, use.order)
+
+
+def is_handed_on(producer: OpCall) -> bool:
+    """Return whether ``producer`` made a hidden state that a layer, or the embedding, hands to the next."""
+    return producer[1] == OUTPUT and producer[0] not in ("final_norm", "head")
+
+
+class _Builder:
+    """Builds the graph of one segment; ``op_events`` are the numbers of its op events."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        recomputed: RecomputedModules,
+        limits: Limits,
+        layer: int,
+        op_events: list[int],
+        uses: _UsesBySegment,
+    ) -> None:
+        self._profile, self._recomputed, self._limits, self._layer = profile, recomputed, limits, layer
+        self._fixed = recomputed.plan
+        self._op_events: list[OpEvent] = [profile.op_events[index] for index in op_events]
+        self._local = {index: place for place, index in enumerate(op_events)}
+        self._uses = uses
+        self._is_layer = 0 <= layer < profile.num_layers
+        self._min_bytes = effective_min_bytes(self._fixed, limits)
+        self._makers: dict[OpCall, int] = {}
+        self._calls: list[GraphCall] = []
+        self._by_call: dict[OpCall, list[int]] = {}
+        for place, op_event in enumerate(self._op_events):
+            self._by_call.setdefault(op_event.call, []).append(place)
+        self._functions: set[OpCall] = set()
+        self._spoiled: set[OpCall] = set()
+        self._swappable: set[OpCall] = set()
+
+    def segment(self, states_bytes: int) -> Segment:
+        uses = self._uses.by_segment.get(self._layer, {})
+        self._look(uses)
+        storages: list[GraphStorage] = []
+        reads: dict[int, dict[tuple[int, int], None]] = {}
+        for number, found in uses.items():
+            storage = self._storage(number, found, len(storages), reads)
+            if storage is not None:
+                storages.append(storage)
+        forward = [max(op_event.forward_base_bytes - states_bytes, 0) for op_event in self._op_events]
+        backward = [max(op_event.backward_base_bytes - states_bytes, 0) for op_event in self._op_events]
+        backward_order = [
+            place for place, op_event in enumerate(self._op_events) if op_event.backward_place >= 0
+        ]
+        backward_order.sort(key=lambda place: self._op_events[place].backward_place)
+        least_forward = min(forward, default=0)
+        least_backward = min((backward[place] for place in backward_order), default=0)
+        numbers, calls, kept, kept_reads = _useful(self._calls, storages, reads)
+        makers = list(self._makers)
+        graph = LayerGraph(
+            calls,
+            kept,
+            kept_reads,
+            tuple(op_event.forward_ms for op_event in self._op_events),
+            tuple(op_event.backward_ms for op_event in self._op_events),
+            tuple(backward_order),
+            tuple(size - least_forward for size in forward),
+            tuple(max(size - least_backward, 0) for size in backward),
+            self._can_be_whole(),
+        )
+        chosen = tuple(makers[number] for number in numbers)
+        return Segment(self._layer, graph, chosen, least_forward, least_backward)
+
+    def _can_be_whole(self) -> bool:
+        rows = [row for row in self._fixed.rows if row.scope == self._layer and row.op_path != OUTPUT]
+        free = self._is_layer and not rows and not any(op_event.communicates for op_event in self._op_events)
+        compiled = self._layer in self._profile.compiled_layers and (self._layer, "", None) in self._by_call
+        return free and not compiled  # a compiled layer does this with a share of 0
+
+    def _look(self, uses: Mapping[int, list[tuple[int, Use]]]) -> None:
+        """Note which calls are functions, which overwrite tensors, and which make tensors that can move."""
+        for number, found in uses.items():
+            storage = self._profile.saved.storages[number]
+            written = len({use.version for use in storage.uses}) > 1
+            for _, use in found:
+                if use.kind in ("function", "returned") and use.at[2] is not None:
+                    self._functions.add(use.at)
+                if written or number in self._uses.shared:
+                    self._spoiled |= {use.at, use.producer} if written else {use.producer}
+            size_bytes = max((use.size_bytes for _, use in found if use.kind != "module"), default=0)
+            if size_bytes >= max(self._min_bytes, self._limits.min_tensor_bytes):
+                self._swappable |= {use.producer for _, use in found if number not in self._uses.shared}
+
+    def _storage(
+        self,
+        number: int,
+        found: list[tuple[int, Use]],
+        index: int,
+        reads: dict[int, dict[tuple[int, int], None]],
+    ) -> GraphStorage | None:
+        foreign = number in self._uses.shared and self._home(found[0][1].producer) != self._layer
+        if foreign:
+            return None  # it counts in the segment that makes it, where it stays
+        places = [self._local[op_event] for op_event, _ in found]
+        saved: list[tuple[int, int]] = []
+        returned: OpCall | None = None
+        for place, (_, use) in zip(places, found, strict=True):
+            if use.kind == "returned":
+                returned = use.producer if self._recomputed.is_root(*use.at[:2]) else returned
+                continue
+            maker = self._maker(use.producer, use.producer == returned)
+            if use.kind == "saved":
+                saved.append((place, maker))
+            elif (reader := self._reader(use)) is not None and reader != maker:
+                reads.setdefault(reader, {})[index, maker] = None
+        if number in self._uses.shared:
+            saved.append((len(self._op_events) - 1, self._maker(found[0][1].producer, True)))
+        storage = self._profile.saved.storages[number]
+        goes_on = any(self._uses.op_event(use) not in self._local for use in storage.uses[-1:])
+        moved = max((use.size_bytes for _, use in found), default=0)
+        return GraphStorage(
+            storage.size_bytes,
+            0 if self._home(found[0][1].producer) != self._layer else min(places),
+            len(self._op_events) - 1 if goes_on else max(places),
+            tuple(dict.fromkeys(saved)),
+            moved >= self._min_bytes,
+            min((use.order for _, use in found if use.kind == "saved"), default=found[0][1].order),
+        )
+
+    def _home(self, producer: OpCall) -> int:
+        scope = producer[0]
+        if is_handed_on(producer):
+            return self._layer - 1
+        return scope if isinstance(scope, int) else self._layer
+
+    def _reader(self, use: Use) -> int | None:
+        """Return the number of the call that reads a storage at ``use``, if that call can run again."""
+        scope, path, ordinal = use.at
+        if scope != self._layer or not self._is_layer:
+            return None
+        root = self._recomputed.root(scope, path)
+        runs_again = root == path if use.kind == "module" else root is None and ordinal is not None
+        return self._maker(use.at, False) if runs_again else None
+
+    def _maker(self, producer: OpCall, kept: bool) -> int:
+        scope, path, _ = producer
+        row = self._recomputed.row(producer)
+        root = self._recomputed.rebuilt_by(producer) if scope == self._layer else None
+        if root is not None and root[2] is None:
+            producer = (scope, path, None) if kept else root
+        elif self._layer in self._profile.compiled_layers and scope == self._layer and path != OUTPUT:
+            producer = (scope, "", None)
+        at = self._makers.get(producer)
+        if at is None:
+            at = self._makers[producer] = len(self._calls)
+            places = self._by_call.get(producer, [-1])
+            before = is_handed_on(producer) and self._home(producer) != self._layer
+            fates = KEEP if kept and row is not None else self._fates(producer, row)
+            self._calls.append(GraphCall(before, producer[1], producer[2], fates, places[0]))
+        return at
+
+    def _fates(self, producer: OpCall, row: PlanRow | None) -> str:
+        scope, path, _ = producer
+        if row is not None:
+            if is_handed_on(producer) and row.fate != "swap":
+                return KEEP
+            return {"swap": SWAP, "recompute": RECOMPUTE, "re-gather": RECOMPUTE}.get(row.fate, KEEP)
+        before = is_handed_on(producer)
+        if scope is None or producer in self._spoiled or not (self._is_layer or before):
+            return KEEP
+        fates = KEEP
+        may_swap = self._profile.link is not None and self._layer < self._profile.num_layers
+        if may_swap and (producer in self._swappable or path == ""):
+            fates += SWAP
+        return fates + RECOMPUTE if self._runs_again(producer) and not before else fates
+
+    def _runs_again(self, producer: OpCall) -> bool:
+        _, path, ordinal = producer
+        op_events = [self._op_events[place] for place in self._by_call.get(producer, ())]
+        return (
+            ordinal is not None
+            and producer in self._functions
+            and is_repeatable(path)
+            and not is_communication(path)
+            and bool(op_events)
+            and not any(op_event.communicates for op_event in op_events)
+        )
+
+
+def _useful(
+    calls: Sequence[GraphCall],
+    storages: Sequence[GraphStorage],
+    reads: Mapping[int, Mapping[tuple[int, int], None]],
+) -> tuple[
+    list[int], tuple[GraphCall, ...], tuple[GraphStorage, ...], tuple[tuple[tuple[int, int], ...], ...]
+]:
+    """Leave out storages that nothing can hold, and calls that make only such; number the rest anew."""
+    wanted = {
+        pair for number, storage in enumerate(storages) for pair in ((number, m) for _, m in storage.saved)
+    }
+    open_ = sorted(wanted)
+    while open_:
+        _, maker = open_.pop()
+        if RECOMPUTE in calls[maker].fates:
+            new = [pair for pair in reads.get(maker, ()) if pair not in wanted]
+            wanted.update(new)
+            open_ += new
+    numbers = sorted({maker for _, maker in wanted})
+    places = sorted({number for number, _ in wanted})
+    call_at = {number: at for at, number in enumerate(numbers)}
+    storage_at = {number: at for at, number in enumerate(places)}
+    in_order = sorted(places, key=lambda number: storages[number].rank)
+    kept_storages = tuple(
+        replace(
+            storages[number],
+            saved=tuple((place, call_at[maker]) for place, maker in storages[number].saved),
+            rank=in_order.index(number),
+        )
+        for number in places
+    )
+    kept_reads = tuple(
+        tuple(
+            (storage_at[n], call_at[m]) for n, m in reads.get(number, ()) if RECOMPUTE in calls[number].fates
+        )
+        for number in numbers
+    )
+    return numbers, tuple(calls[number] for number in numbers), kept_storages, kept_reads

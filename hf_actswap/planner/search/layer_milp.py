@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..profile import CompileVariant
-from .layer_costs import LinkRate, Option
-from .layer_cuts import need_scipy
 from .layer_graph import Segment
+from .layer_options import LinkRate, Option, need_scipy
 
 try:
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp

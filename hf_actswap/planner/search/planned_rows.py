@@ -17,10 +17,10 @@ from ...engine.windows import HookTimes, out_ends_ms
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import OpCall
-from ..cost.step_order import timeline
+from ..cost.scope_fates import timeline
 from ..profile import FrontierPoint, OpEvent, Profile
-from .layer_costs import LayerCosts, LinkRate, Option
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
+from .layer_options import LayerCosts, LinkRate, Option
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 

@@ -14,7 +14,7 @@ def touch_nothing(slabs: ModuleType) -> None:
     """Let new slabs of host memory stay untouched.
 
     Args:
-        slabs: ``hf_actswap.engine.slabs``.
+        slabs: ``hf_actswap.engine.host_pool``.
     """
 
     def untouched(self: Any, slab: Any, start: int) -> None:

@@ -16,16 +16,27 @@ Only ops are seen. `op_hook` marks extension ops, and `guard_compiled` wraps com
 compiled under this mode too. (If `OomGuard.ignore_compile_internals` returned false, the compiler would skip
 them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
 ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
+
+Keeps what an out-of-memory error says, for use after its handler has been left.
+
+An exception's traceback holds the frames that it came through, and these hold tensors (pytorch#18853). So
+nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept.
+
+Saves random generator states, so that an op that runs again draws the same random numbers.
+
+A context manager that shows the planner extension ops which no dispatch mode sees.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,13 +44,97 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...engine.hook_wrappers import Undo, replace_call, replace_forward
-from ...engine.stats import gib_text
-from ...plan.compiled import is_compiled, uncompiled
-from ...plan.op_facts import is_collective, op_may_draw, why_run_once
-from ..meter import Meter, runs_its_own_dispatch
-from .out_of_memory import Failure, attempt
-from .random_states import RandomStates
+from ..engine.hook_wrappers import Undo, replace_call, replace_forward
+from ..engine.stats import gib_text
+from ..plan.op_facts import is_collective, op_may_draw, why_run_once
+from ..plan.wrappers import is_compiled, uncompiled
+from .meter import Meter, runs_its_own_dispatch
+
+_WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Texts of errors of libraries that ask the driver for memory themselves; raised as ``RuntimeError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an out-of-memory error says.
+
+    Args:
+        kind: class of the error.
+        text: the first line of its text.
+        wanted_bytes: bytes that were asked for; ``None``: the error does not say.
+    """
+
+    kind: type[RuntimeError]
+    text: str
+    wanted_bytes: int | None
+
+
+def attempt(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Failure | None]:
+    """Call ``function``; return (result, None) or, if memory ran out, (None, failure). Raise other errors."""
+    try:
+        return function(*args, **kwargs), None
+    except RuntimeError as error:
+        failure = failure_of(error)
+        if failure is None:
+            raise
+    return None, failure
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """Return what an out-of-memory error says; ``None`` for any other error."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = next(iter(str(error).splitlines()), "")
+    if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _LIBRARY_ERRORS):
+        return None
+    wanted = _WANTED.search(text)
+    if wanted is None:
+        return Failure(type(error), text, None)
+    return Failure(type(error), text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))
+
+
+class RandomStates:
+    """Saves the state of the generator that an op on one device draws from.
+
+    Args:
+        device: the device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._default: torch.Generator | None = torch.default_generator if device.type == "cpu" else None
+
+    def capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured: its generator has no state to save meanwhile."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def saved(self, generator: torch.Generator | None) -> Callable[[], None] | None:
+        """Return a function that restores the present state; ``None`` while a graph is captured.
+
+        Args:
+            generator: the generator that the op was given; ``None``: the device's default one.
+        """
+        if self.capturing():
+            return None
+        chosen = generator or self._of_device()
+        state = chosen.get_state()
+
+        def restore() -> None:
+            chosen.set_state(state)
+
+        return restore
+
+    def _of_device(self) -> torch.Generator:
+        if self._default is None:
+            module = torch.get_device_module(self._device)
+            index = self._device.index
+            self._default = module.default_generators[module.current_device() if index is None else index]
+        return self._default
+
 
 logger = logging.getLogger(__name__)
 
@@ -387,3 +482,75 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _tensor_bytes(values: Any) -> int:
     """Return the bytes of all tensors in nested ``values``; one that appears twice counts twice."""
     return sum(tensor.nbytes for tensor in _tensors(values))
+
+
+NAMESPACE = "hf_actswap"
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: the kernel of both marks, on every device and in tracing."""
+
+
+def _register(mark: str, signature: str) -> Any:
+    name = f"{NAMESPACE}::{mark}"
+    torch.library.define(name, signature)
+    torch.library.impl(name, "CompositeExplicitAutograd", _nothing)
+    torch.library.register_fake(name, _nothing)
+    return getattr(getattr(torch.ops, NAMESPACE), mark).default
+
+
+_op_begin = _register("op_begin", "(str name, int call, Tensor[] inputs) -> ()")
+_op_end = _register("op_end", "(int call, Tensor[] outputs, bool out_of_memory, int wanted_bytes) -> ()")
+
+
+class op_hook:  # read as a verb, like `torch.no_grad`
+    """Marks begin and end of an extension op that nothing else sees, so that the planner can see it.
+
+    A custom C++ or Triton op does not pass the dispatcher: no dispatch mode learns that it runs, or of its
+    memory. This context manager tells them with two marks, which are ops that do nothing: every dispatch mode
+    sees them, on every thread that it reaches:
+
+    ```python
+    with op_hook("gmm_forward", inputs=(x, weight)) as hook:
+        y = extension.gmm(x, weight)
+        hook.outputs(y)
+    ```
+
+    Under an `OomGuard`, memory is freed before the op: as much as its last call with inputs of these sizes
+    turned out to need. Inputs stay on the device until the end, because the hook holds them, and the guard
+    evicts nothing that is held. Without a guard the marks cost some microseconds. An autograd function needs
+    no hook: saved-tensor hooks see what it saves, and dispatch modes see the ops in its forward and backward.
+
+    Args:
+        name: name of the op; calls with the same name and input sizes are assumed to be alike.
+        inputs: tensors that the op reads.
+        outputs: existing tensors into which the op writes.
+    """
+
+    __slots__ = ("_call", "_inputs", "_name", "_outputs")
+
+    def __init__(
+        self, name: str, inputs: Iterable[torch.Tensor] = (), outputs: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self._name, self._inputs = name, list(inputs)
+        self._outputs, self._call = list(outputs), 0
+        if self._outputs:
+            self._inputs += self._outputs  # they exist already
+            self._outputs = []
+
+    def outputs(self, *tensors: torch.Tensor) -> None:
+        """Tell which tensors the op has made."""
+        self._outputs += tensors
+
+    def __enter__(self) -> op_hook:
+        self._call = id(self)
+        _op_begin(self._name, self._call, self._inputs)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = None if error is None else failure_of(error)
+        wanted_bytes = 0 if failure is None else failure.wanted_bytes or 0
+        _op_end(self._call, self._outputs, failure is not None, wanted_bytes)
+        self._inputs, self._outputs = [], []

@@ -1,21 +1,27 @@
-"""Checks what a plan requests of layers that are compiled.
+"""Checks a plan against compiled layers, and against Hugging Face's own gradient checkpointing.
 
-A compiled region saves what its partitioner chose: a list of tensors, without the names of the ops that made
-them. So such a layer can only be swapped whole, by size and order; swap rules that name ops inside cannot be
-carried out. Recomputation of single ops can: the tracer records which module and function each op comes from,
-and the partitioner obeys a tag on the op (`engine/compiled_regions.py`).
+A compiled region saves what its partitioner chose: a list of tensors, without the names of the ops that
+made them. So such a layer can only be swapped whole, by size and order; swap rules that name ops inside
+cannot be carried out. Recomputation of single ops can: the tracer records which module and function each
+op comes from, and the partitioner obeys a tag on the op (`engine/compiled_regions.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
 from .actions import COMPILE_BUDGET, Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
-from .mindformers_names import EXPERTS_MODULE
 from .model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
+from .opnames import EXPERTS_MODULE
+from .wrappers import checkpointing_argument, is_checkpointed
 
 _ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
@@ -132,3 +138,56 @@ def _untaggable(layer: LayerStructure, row: PlanRow, structure: ModelStructure) 
         return _DATA_DEPENDENT
     seen = any(is_below(call.key[0], row.op_path) for call in layer.calls)
     return "" if seen else _UNSEEN
+
+
+_ON = "gradient checkpointing switched on"
+
+
+def problems_of_checkpointing(
+    layers: Mapping[Scope, nn.Module], plan: MemoryPlan, compiled: bool
+) -> list[Problem]:
+    """Return the requests of a plan that cannot be carried out with gradient checkpointing switched on.
+
+    Args:
+        layers: layers of the model, by scope (`ModelStructure.layer_modules`).
+        plan: the plan to be applied to the model.
+        compiled: whether the model is compiled as a whole, so that rows name no layer in particular.
+    """
+    on = [scope for scope, layer in layers.items() if is_checkpointed(layer)]
+    if not on or not plan.rows:
+        return []
+    if recomputed := {row.scope for row in plan.rows if row.fate == "recompute"}:
+        where = format_scopes(recomputed)
+        hint = (
+            f"Use recompute_config and switch gradient checkpointing off ({checkpointing_argument()}=False): "
+            "{recompute: true} does the same, and it can name layers and ops."
+        )
+        expected = "gradient checkpointing or a recompute_config that recomputes something, not both"
+        return [Problem("model", expected, f"{_ON}, and recomputation in layers {where}", hint)]
+    problems = [_unseen(layers[scope]) for scope in on]
+    found = [problem for problem in problems if problem is not None][:1]
+    inside = {row.scope for row in plan.rows if row.fate == "swap" and row.op_path != OUTPUT}
+    lost = [scope for scope in on if scope in inside]
+    if lost and not compiled:
+        expected = "of checkpointed layers only inputs swapped (`output` rows of what comes before)"
+        hint = "Resolve the plan from its configuration while gradient checkpointing is on."
+        found.append(Problem("plan", expected, f"{_ON}, and rows inside layers {format_scopes(lost)}", hint))
+    return found
+
+
+def _unseen(layer: nn.Module) -> Problem | None:
+    """Return why what a layer's checkpoint saves cannot be swapped, or ``None``."""
+    call: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
+    function, keywords = getattr(call, "func", call), getattr(call, "keywords", {})
+    if function is not checkpoint:
+        expected = "gradient checkpointing whose inputs saved-tensor hooks see, beside swap"
+        found = f"{_ON}, with offload=True or a function of its own"
+        return Problem("model", expected, found, "Leave offload out: swap moves the inputs, beside compute.")
+    if keywords.get("use_reentrant", True) is not False:
+        expected = "gradient checkpointing with use_reentrant=False beside swap"
+        hint = (
+            "A reentrant checkpoint makes a layer one operator, and windows count operators. Write "
+            f'{checkpointing_argument()}_kwargs={{"use_reentrant": False}}.'
+        )
+        return Problem("model", expected, f"{_ON}, with use_reentrant=True", hint)
+    return None

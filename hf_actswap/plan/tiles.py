@@ -1,16 +1,22 @@
-"""Finds out which modules treat tokens one by one, from the aten ops of a call on fake tensors.
+"""Tiles: which modules may run over pieces of the tokens, and which do if no other plan fits.
 
-The model is called with a batch whose two sizes are primes that divide no other size of the model. A tensor
-with a row for each token then has a number of elements with each prime as a factor once, whatever its shape.
-A sum over tokens removes such a factor, a product of tokens with tokens adds one, so both show. Other ops
-keep the size and mix tokens all the same (a softmax, a cumulative sum, a shift along the tokens). Therefore
-an op must be known to leave rows alone, in the dimension that it is given; an unknown op counts as mixing.
+Modules that treat tokens one by one are found from the aten ops of a call on fake tensors. The model is
+called with a batch whose two sizes are primes that divide no other size of the model. A tensor with a row
+for each token then has a number of elements with each prime as a factor once, whatever its shape. A sum
+over tokens removes such a factor, a product of tokens with tokens adds one, so both show. Other ops keep
+the size and mix tokens all the same (a softmax, a cumulative sum, a shift along the tokens). Therefore an
+op must be known to leave rows alone, in the dimension that it is given; an unknown op counts as mixing.
+
+For a budget that no mix of keep, swap and recompute meets, more and more of a model is put in tiles. First
+come head and loss, which cost next to no time. Then come the MLP and the norms, whose forward runs once
+more in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,14 +24,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..config.loader import ActSwapConfig
+from ..config.schema import OpTileRule, TileConfig
 from ..errors import PlanError, Problem
-from .actions import Scope, Tile, format_scopes
+from .actions import Adjustment, MemoryPlan, Scope, Tile, format_scopes
 from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from .forward_recorder import ForwardRecorder
-from .mindformers_names import EXPERTS_MODULE
 from .model_structure import ModelStructure
 from .op_facts import argument_of, computes
+from .opnames import EXPERTS_MODULE
 from .record import storage_key
+from .resolve import resolve_plan
 
 _BATCHES, _LENGTHS = (101, 103, 107), (131, 127, 113, 61, 59, 53)
 """Primes to choose batch size and sequence length from: none that divides a size of a weight. Lengths are
@@ -323,3 +332,77 @@ def _has_rows(item: Any, lead: torch.Size) -> bool:
     if not isinstance(item, torch.Tensor):
         return False
     return item.shape[: len(lead)] == lead or item.shape[:1] == (lead.numel(),)
+
+
+EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
+"""Modules that treat tokens one by one in most models; the first saves most. `_norms` finds further norms."""
+
+SECOND_CLASS = (
+    "no mix of keep, swap and recompute keeps within the budget without. Losses stay; gradients of weights "
+    "are sums over tiles, equal up to rounding (1e-6 in fp32) and not bitwise"
+)
+
+
+def tile_ladder(
+    config: ActSwapConfig, model: nn.Module, structure: ModelStructure, parts: int = 1
+) -> Iterator[tuple[TileConfig, MemoryPlan]]:
+    """Yield (``tile_config``, plan) with more and more of the model in tiles (``auto``).
+
+    What the user wrote stays: ``loss``, also ``off``, entries of ``tile``, and every fate. Tiles that would
+    replace a written fate are left out, as are modules that mix tokens.
+
+    Args:
+        config: what the user wrote.
+        model: the model, without its wrappers.
+        structure: structure of the model.
+        parts: number of ranks of the tensor-parallel group, which may divide the sequence.
+    """
+    last = resolve_plan(config, structure)
+    rows = last.rows
+
+    @cache
+    def resolved(tiles: TileConfig) -> MemoryPlan | None:
+        try:
+            plan = resolve_plan(replace(config, tile_config=tiles), structure)
+            checked_tiles(model, plan.tiles, structure, parts)
+        except PlanError:
+            return None
+        return plan if plan.rows == rows else None
+
+    def rungs() -> Iterator[TileConfig]:
+        tiles = config.tile_config
+        if tiles.loss is None:
+            tiles = replace(tiles, loss="auto")
+            yield tiles
+        if tiles.tile:
+            return
+
+        def with_modules(names: Iterable[str]) -> TileConfig:
+            return replace(tiles, tile=tuple(map(OpTileRule, names)))
+
+        names: tuple[str, ...] = EACH_TOKEN
+        found = resolved(with_modules(names))
+        known = [f"{tile.op_path}." for tile in found.tiles if tile.op_path] if found is not None else []
+        names += tuple(path for path in _norms(structure) if not any(map(f"{path}.".startswith, known)))
+        if resolved(with_modules(names)) is None:
+            names = tuple(name for name in names if resolved(with_modules([name])) is not None)
+        for count in (1, len(names)):
+            yield with_modules(names[:count])
+
+    for tiles in rungs():
+        plan = resolved(tiles)
+        if plan is not None and len(plan.tiles) > len(last.tiles):
+            last = plan
+            asked = Adjustment("tile_config", (), tile_names(plan.tiles), "nothing", "tiles", SECOND_CLASS)
+            yield tiles, replace(plan, adjustments=(*plan.adjustments, asked))
+
+
+def _norms(structure: ModelStructure) -> tuple[str, ...]:
+    """Return the op paths of all norms: Gemma has two more, and many families norm queries and keys."""
+    paths = (op.path for layer in structure.layers for op in layer.ops if op.kind != "function")
+    return tuple(dict.fromkeys(path for path in paths if "norm" in path.rpartition(".")[2].lower()))
+
+
+def tile_names(tiles: Iterable[Tile]) -> str:
+    """Return the names of the ops that run in tiles, each once."""
+    return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

@@ -1,0 +1,138 @@
+"""Reads what PyTorch and transformers put on a model: compilation, FSDP2, gradient checkpointing, the cache.
+
+``torch.compile(module)`` puts a wrapper around a module, whose name shows in every path below it;
+``module.compile()`` changes only how the module is called. A wrapper is recognised as a module that holds
+``_orig_mod``, so that nothing of the compiler is imported.
+
+FSDP2's private state is read here only (written for PyTorch 2.13). Earlier versions of PyTorch have one
+group of parameters for each module, later ones several.
+
+`GradientCheckpointingLayer` hands a layer's call to ``torch.utils.checkpoint`` if the layer's flag is set.
+Such a layer saves nothing but its input, and a plan can swap that input.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+
+_INSIDE = "_orig_mod"
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile``'s wrappers; any other module is returned as it is."""
+    while (inner := module._modules.get(_INSIDE)) is not None:
+        module = inner
+    return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of ``module`` itself is compiled; a compiled module inside it does not count."""
+    return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def runs_cuda_graphs(module: nn.Module) -> bool:
+    """Whether calls of ``module`` are compiled into CUDA graphs (``reduce-overhead``, ``max-autotune``)."""
+    called: Any = getattr(module, "_compiled_call_impl", None) or (module if is_compiled(module) else None)
+    config: dict[str, Any] = getattr(called, "get_compiler_config", dict)() or {}
+    return bool(config.get("triton.cudagraphs"))
+
+
+def called_modules(layer: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (op path, module) for what ``layer`` calls eagerly: compiled modules, but no modules inside them.
+
+    A hook on a module inside compiled code would be compiled with it.
+    """
+    for name, child in layer.named_children():
+        inside = f"{path}.{name}" if path else name
+        yield inside, child
+        if not is_compiled(child):
+            yield from called_modules(child, inside)
+
+
+def named_op_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layer (path ``""``) and the modules inside it by op path.
+
+    Where ``torch.compile`` put a wrapper around one of them, the module inside has the wrapper's path.
+    """
+    for path, module in uncompiled(layer).named_modules():
+        if uncompiled(module) is module:
+            yield ".".join(part for part in path.split(".") if part != _INSIDE), module
+
+
+FSDP2_METHOD = "set_reshard_after_forward"
+"""Name of a method by which a module sharded by FSDP2 is recognised, without importing FSDP2."""
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """Return the parameter groups that FSDP2 has for ``module`` itself, a module that FSDP2 shards."""
+    state = module._get_fsdp_state()
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or []
+    one = getattr(state, "_fsdp_param_group", None) if not groups else None
+    return [group for group in (*groups, one) if group is not None]
+
+
+logger = logging.getLogger(__name__)
+
+
+def checkpointing_argument() -> str:
+    """Return the name of the training argument in the installed transformers, which 5.23 renamed."""
+    release = tuple(int(part) for part in version("transformers").split(".")[:2])
+    return "activation_checkpointing" if release >= (5, 23) else "gradient_checkpointing"
+
+
+def without_checkpointing(model: nn.Module) -> Callable[[], None]:
+    """Switch gradient checkpointing off in all layers, for a planner that decides what is recomputed.
+
+    A line is logged if it was on. The function that is returned switches it on again, where it was on.
+    """
+    on = [module for module in model.modules() if is_checkpointed(module)]
+    if on:
+        logger.info(
+            "%s is off while the planner decides what is recomputed; it is on again after it.",
+            checkpointing_argument(),
+        )
+
+    def switch(state: bool) -> None:
+        for module in on:
+            module.gradient_checkpointing = state  # type: ignore[assignment]
+
+    switch(False)
+    return functools.partial(switch, True)
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Whether gradient checkpointing is switched on for a layer; it acts while the layer trains."""
+    return bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def can_be_checkpointed(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer for which gradient checkpointing can be switched on."""
+    return hasattr(module, "gradient_checkpointing")
+
+
+def checkpoints_its_call(layer: nn.Module) -> bool:
+    """Whether the checkpoint includes the layer's hooks: it wraps ``__call__``, as in transformers 5.17."""
+    return type(layer).__call__ is not nn.Module.__call__
+
+
+def without_cache(root: nn.Module) -> list[Callable[[], None]]:
+    """Switch the key-value cache off in the model's configuration; return functions that undo it.
+
+    With a cache attention reads copies of keys and values: other ops then produce what is saved, and a plan
+    for these names nothing in a training without it. Parts of a model may have configurations of their own
+    (T5's decoder has a copy).
+    """
+    found: list[Any] = [getattr(module, "config", None) for module in root.modules()]
+    known = {id(config): config for config in found}
+    text = [config.get_text_config() for config in known.values() if hasattr(config, "get_text_config")]
+    known |= {id(config): config for config in text}
+    caching = [config for config in known.values() if getattr(config, "use_cache", False)]
+    for item in caching:
+        item.use_cache = False
+    return [functools.partial(setattr, item, "use_cache", True) for item in caching]

@@ -1,1 +1,0 @@
-"""Lets training survive when the device runs out of memory."""

@@ -75,7 +75,7 @@ _MODULES = {
     "ConfigError": "errors",
     "MemoryPlan": "plan",
     "PlanError": "errors",
-    "adapt_mem_func_wrapper": "plan.user_functions",
+    "adapt_mem_func_wrapper": "plan.op_facts",
     "apply": "apply",
     "load_config": "config",
     "load_plan": "plan",

@@ -4,34 +4,25 @@ A dataclass takes each field from the first of its bases that has it, also where
 So `ActSwapTrainingArguments` beside another class of arguments would bring the defaults of
 `transformers.TrainingArguments` along: a learning rate of 5e-5 where TRL's is 2e-5. The field ``actswap``
 therefore stands in a class of its own, and `with_actswap` combines that class with any class of arguments.
-
-Lets every Trainer of this process act on the environment variable ``HF_ACTSWAP``.
-
-A script that one does not own has stock training arguments, which have no field for a plan. transformers
-keeps the classes of the callbacks that every Trainer makes in one list; `act_on_environment` adds ours to it.
-``hf-actswap run`` does so, and then runs the script.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from transformers import trainer as transformers_trainer
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
-from transformers.trainer_callback import TrainerCallback
 from transformers.training_args import TrainingArguments
 
 from ..config import ActSwapConfig, load_config
 from ..errors import ConfigError, Problem, short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
-from .callback import ActSwapCallback, ArgumentsCallback
+from .callback import ArgumentsCallback
 from .shared_config import facts_to_compare, is_unpinned_hub_id, pin_commit_on_all_ranks
 
 REPORTS_TO = "actswap"
@@ -185,27 +176,3 @@ def _with_ours(report_to: str | list[str] | None) -> list[str]:
     if names == ["all"]:
         names = get_available_reporting_integrations()
     return [*(name for name in names if name not in ("none", REPORTS_TO)), REPORTS_TO]
-
-
-VARIABLE = "HF_ACTSWAP"
-"""Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
-
-
-class EnvironmentCallback(ArgumentsCallback):
-    """Applies `VARIABLE`, unless the arguments say something themselves or a callback was given."""
-
-    _named = VARIABLE
-
-    def _asked_by(self, args: TrainingArguments) -> Any:
-        return os.environ.get(VARIABLE) or None
-
-    def _gives_way_to(self, other: TrainerCallback, args: TrainingArguments) -> bool:
-        if isinstance(other, ArgumentsCallback):
-            return getattr(args, "actswap", None) is not None
-        return isinstance(other, ActSwapCallback)
-
-
-def act_on_environment() -> None:
-    """Let every Trainer that is made from now on apply what `VARIABLE` says. Safe to call again."""
-    if EnvironmentCallback not in transformers_trainer.DEFAULT_CALLBACKS:
-        transformers_trainer.DEFAULT_CALLBACKS.append(EnvironmentCallback)

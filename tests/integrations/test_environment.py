@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers import trainer as transformers_trainer
 
 from hf_actswap import ActSwapCallback
-from hf_actswap.integrations.training_args import VARIABLE, EnvironmentCallback, act_on_environment
+from hf_actswap.integrations.environment import VARIABLE, EnvironmentCallback, act_on_environment
 
 from .conftest import CASE_2, CASE_4, SHORT_ON_CPU, Tokens, losses, tiny_llama
 

@@ -30,7 +30,8 @@ from recipe_options import (
 from transformers import HfArgumentParser
 
 from hf_actswap import ActSwapTrainingArguments, ConfigError
-from hf_actswap.config.keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, unknown_key_hint
+from hf_actswap.config.keys import FOREIGN_SECTIONS, KEYS_OF_SECTIONS, MODE_FLAGS, OUR_SECTIONS
+from hf_actswap.config.validation import unknown_key_hint
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
 from hf_actswap.parallel.rank_agreement import failing_together
@@ -210,7 +211,7 @@ def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool
 
 def _hint(name: str, known: Mapping[str, Any]) -> str:
     """Return a hint for an unknown name: the nearest one, else ``--help``, as there are too many to list."""
-    hint = unknown_key_hint(name, LIBRARY_SECTIONS, tuple(known))
+    hint = unknown_key_hint(name, LIBRARY_SECTIONS, tuple(known), KEYS_OF_SECTIONS)
     return "`--help` lists the arguments." if hint.startswith("Valid") else hint
 
 

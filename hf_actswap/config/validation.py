@@ -147,6 +147,24 @@ Whole = Annotated[AnyInt, Expected("a whole number")]
 AtLeast1 = Annotated[AnyInt, Field(ge=1), Expected("a whole number, at least 1")]
 
 
+def unknown_key_hint(
+    name: str, valid: Sequence[str], also: Sequence[str], homes: Mapping[str, Collection[str]]
+) -> str:
+    """Return a hint for an unknown key: its section, else the nearest valid name, else all valid names.
+
+    Args:
+        name: the key.
+        valid: names that are valid there.
+        also: further names that are accepted there.
+        homes: section -> its keys, for a key that stands elsewhere.
+    """
+    home = next((section for section, keys in homes.items() if name in keys), None)
+    if home is not None:
+        return f"It is a key of `{home}`: write it below that line."
+    hint = nearest(name, [*valid, *also])
+    return hint if hint.startswith("Did you mean") else nearest(name, valid)
+
+
 class Findings:
     """Problems and notes about one document, given back in the order of the document.
 
@@ -235,18 +253,13 @@ class Findings:
     ) -> None:
         """Note a key that is not valid; the first have hints, because thousands of searches take seconds."""
         self._key_hints += 1
-        hint = self._key_hint(str(key), valid, also) if self._key_hints <= _MAX_KEY_HINTS else ""
+        hint = (
+            unknown_key_hint(str(key), valid, also, self._homes) if self._key_hints <= _MAX_KEY_HINTS else ""
+        )
         if isinstance(key, str | int):
             self.problem((*path, key), expected, "an unknown key", hint)
         else:
             self.problem(path, expected if not path else "keys that are text", f"the key {show(key)}", hint)
-
-    def _key_hint(self, name: str, valid: Sequence[str], also: Sequence[str]) -> str:
-        home = next((section for section, keys in self._homes.items() if name in keys), None)
-        if home is not None:
-            return f"It is a key of `{home}`: write it below that line."
-        hint = nearest(name, [*valid, *also])
-        return hint if hint.startswith("Did you mean") else nearest(name, valid)
 
     def problems(self) -> tuple[Problem, ...]:
         """Return all problems, in the order of the document."""

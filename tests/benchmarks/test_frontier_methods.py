@@ -29,7 +29,6 @@ from benchmarks.methods import (
     save_on_cpu,
     trl_module,
     trl_offloading,
-    without_key,
 )
 from benchmarks.rows import EAGER, ROWS, Row, swap_everything
 from benchmarks.workloads import PRESETS, TrainingStep, training_step
@@ -298,8 +297,3 @@ def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     assert None not in peaks.values()
     assert peaks["actswap-mix-eager"] <= peaks["hf-checkpointing"]  # type: ignore[operator]
     assert peaks["actswap-elementwise"] <= 0.65 * peaks["eager"]  # type: ignore[operator]
-
-
-def test_a_key_that_this_version_does_not_read_is_an_obstacle() -> None:
-    assert without_key("select_recompute")(tiny()) == ""
-    assert without_key("no_such_key")(tiny()) == "this version has no recompute_config.no_such_key"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def notebook_of(script: str, settings: str) -> dict[str, Any]:
         settings: the YAML that the script reads from a file.
     """
     head, *pieces = cells_of(script)
+    settings = re.sub(r"\A# yaml-language-server: .*\n", "", settings)  # the schema is not beside it either
     install = INSTALL.format(url=docs_script("site_links").repository_url())
     cells: list[dict[str, Any]] = []
     for number, (is_text, body) in enumerate([head, (False, install), *pieces]):

@@ -26,7 +26,8 @@ from ..planner.profile import Prediction, Profile
 from ..stream import ChunkedStep, problems_of_model
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text
-from .plan_answer import ALONE, assumptions, memory_table, step_shape
+from .plan_answer import ALONE, memory_table, step_shape
+from .plan_summary import assumptions
 from .planned import MemoryParts, memory_in_force, memory_parts
 from .step import StepShape, ladder_of, prediction_document, profile_of, state_bytes
 from .subject import AnalysedModel, ModelError, subject, with_tp

@@ -1,10 +1,6 @@
 """The answer of ``hf-actswap plan``: what the planner would do, computed without a GPU and without weights.
 
 Its tables fit into 80 columns: fates with bytes, and predicted steps one below the other.
-
-The lines with which the answer of ``hf-actswap plan`` begins and ends: does it fit, how fast, what to do.
-
-They answer whether a device suffices; the tables between them say why.
 """
 
 from __future__ import annotations
@@ -21,305 +17,39 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import ActSwapConfig, MemoryConfig, TileConfig, load_config
+from ..config import ActSwapConfig, TileConfig, load_config
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, fingerprint_of, folded_tiles, format_scopes
 from ..plan.tiles import SECOND_CLASS
-from ..planner.budget import MARGIN_SHARE, BudgetError
+from ..planner.budget import BudgetError
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
 from .options import PREDICTED, AskedAutocastName, AskedStep, AutocastName, PlanRequest
 from .output import Rejected, folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
+from .plan_summary import (
+    assumptions,
+    budget_text,
+    host_need,
+    output_note,
+    use_line,
+    verdict_of,
+)
 from .planned import (
-    EVERYTHING,
     NOTHING,
     PLANNED,
-    SEVERAL_RANKS_SHARE,
     MemoryParts,
     SearchResult,
     costly_fates_note,
     memory_in_force,
     planned,
-    rates_or_none,
 )
 from .profile_file import ProfileFile, read_profile
 from .stages import StagesAnswer, answer_stages
-from .step import (
-    StepShape,
-    bytes_by_fate,
-    device_name,
-    prediction_document,
-    ranks_of_a_machine,
-    saved_by_row,
-    state_bytes,
-)
-from .subject import AnalysedModel, subject, with_tp
-
-_SAME_SHARE = 0.005
-"""Steps whose times differ by less than this share are called equally fast."""
-
-
-@dataclass(frozen=True)
-class PredictedStep:
-    """Peak in bytes, of the rank that needs most, and time in ms of a step."""
-
-    peak_bytes: int
-    step_ms: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the first line of an answer says: whether a step fits, and how fast it is beside two others.
-
-    Args:
-        step: the step under the plan.
-        free: the step without a plan, on a device of any size.
-        checkpointed: the step with gradient checkpointing alone.
-        tokens: tokens of a step.
-        whose: whose tokens these are, such as `` a rank``; empty if there is one rank.
-        where: on which stage of a pipeline the peak is, such as `` on stage 0``.
-        budget_bytes: the most that the step may allocate on a device.
-        limit_bytes: the bytes that the peak is compared with: the device's, or the budget if one was named.
-        has_plan: whether fates or tiles are part of the step.
-        compared: whether the step is compared with the other two.
-    """
-
-    step: PredictedStep
-    free: PredictedStep
-    checkpointed: PredictedStep
-    tokens: int
-    whose: str
-    where: str
-    budget_bytes: int
-    limit_bytes: int
-    has_plan: bool
-    compared: bool
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the budget."""
-        return self.step.peak_bytes <= self.budget_bytes
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens that are trained in a second."""
-        return 1000 * self.tokens / self.step.step_ms if self.step.step_ms else 0.0
-
-    def line(self) -> str:
-        """Return it as a line of text."""
-        peak = size_text(self.step.peak_bytes)
-        if not self.fits:
-            budget = size_text(self.budget_bytes)
-            return f"Does not fit as written: {peak} are needed{self.where}, and the budget is {budget}."
-        said = [
-            f"{peak.removesuffix(' GiB')} of {size_text(self.limit_bytes)}{self.where}",
-            f"{self.tokens_per_s:,.0f} tokens/s{self.whose}",
-        ]
-        if self.compared:
-            said += [self._against_checkpointing(), _compared(self.step, self.free, "without a limit")]
-        return f"Fits{'' if self.has_plan else ' without a plan'}: {', '.join(said)}"
-
-    def _against_checkpointing(self) -> str:
-        if self.checkpointed.peak_bytes > self.budget_bytes:
-            peak = size_text(self.checkpointed.peak_bytes)
-            return f"gradient checkpointing alone would not fit ({peak})"
-        return _compared(self.step, self.checkpointed, "checkpointing")
-
-
-def _compared(step: PredictedStep, other: PredictedStep, what: str) -> str:
-    """Return how many more tokens a second ``step`` trains than ``other``."""
-    ratio = other.step_ms / step.step_ms if step.step_ms else 1.0
-    if abs(ratio - 1) < _SAME_SHARE:
-        return f"as fast as {what}"
-    return f"{100 * abs(ratio - 1):.0f} % {'faster' if ratio > 1 else 'slower'} than {what}"
-
-
-def limit_bytes(memory: MemoryConfig, device_bytes: int, budget_bytes: int) -> int:
-    """Return what a peak is compared with: the budget if one is named, else the device's memory."""
-    named = memory.budget_gib is not None or memory.reduce_by_gib is not None
-    return budget_bytes if named else device_bytes
-
-
-def verdict_of(found: SearchResult) -> Verdict:
-    """Return what the first line says of a search for one device."""
-
-    def step(name: str) -> PredictedStep:
-        predicted = found.steps[name]
-        return PredictedStep(predicted.peak_bytes, predicted.step_ms)
-
-    several = ranks_of_a_machine(found.subject, found.step) > 1
-    return Verdict(
-        step(PLANNED),
-        step(NOTHING),
-        step(EVERYTHING),
-        found.step.sequences * found.step.tokens,
-        " a rank" if several else "",
-        "",
-        found.allocatable_bytes,
-        limit_bytes(found.memory, found.profile.device_bytes, found.budget_bytes),
-        has_plan=bool(found.plan.rows or found.plan.tiles),
-        compared=bool(found.plan.rows) or found.chosen_tiles is not None,
-    )
-
-
-@dataclass(frozen=True)
-class HostNeed:
-    """Host memory that the ranks of a machine need.
-
-    Args:
-        rank_bytes: that of the rank that needs most.
-        machine_ranks: number of ranks of a machine.
-        machine_bytes: that of all ranks of a machine.
-        limit_gib: the most for a rank; ``None``: no limit.
-        limit_is_written: whether the limit is the user's; else it is usual for the device.
-        device: name of the device.
-    """
-
-    rank_bytes: int
-    machine_ranks: int
-    machine_bytes: int
-    limit_gib: float | None
-    limit_is_written: bool
-    device: str
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {name: value for name, value in vars(self).items() if name != "device"}
-
-    def line(self) -> str:
-        """Return it as a line of text."""
-        if not self.rank_bytes:
-            return "Host memory: none, nothing is swapped."
-        text = f"Host memory: {size_text(self.rank_bytes)}"
-        if self.machine_ranks > 1:
-            ranks = f"{self.machine_ranks} ranks of a machine"
-            text += f" a rank, {size_text(self.machine_bytes)} for {ranks}"
-        if self.limit_gib is None:
-            return text
-        whose = (
-            "as written" if self.limit_is_written else f"usual for {self.device}; yours: --host-memory-gib N"
-        )
-        return f"{text}, of at most {self.limit_gib:,.0f} GiB a rank ({whose})"
-
-
-def host_need(found: SearchResult) -> HostNeed:
-    """Return the need of a step that was planned for one device."""
-    ranks = ranks_of_a_machine(found.subject, found.step)
-    return HostNeed(
-        found.host_bytes,
-        ranks,
-        ranks * found.host_bytes,
-        found.memory.host_memory_gib,
-        found.host_is_written,
-        found.step.device,
-    )
-
-
-def budget_text(
-    memory: MemoryConfig, budget_bytes: int, device_bytes: int, ranks: int, fragment_bytes: int = 0
-) -> str:
-    """Return the budget of a device, and how it follows from the device.
-
-    Args:
-        memory: the ``memory`` section in force.
-        budget_bytes: the budget.
-        device_bytes: the device's memory beside its context.
-        ranks: number of ranks of a machine.
-        fragment_bytes: what is left of the budget for the allocator's fragments.
-    """
-    text = size_text(budget_bytes)
-    if memory.budget_gib is not None:
-        said = f", {size_text(fragment_bytes)} of it for fragments" if fragment_bytes else ""
-        return f"{text}, as asked for, of {size_text(device_bytes)}{said}"
-    if memory.reduce_by_gib is not None:
-        return f"{text}, {memory.reduce_by_gib:g} GiB less than without a plan"
-    share, reasons = (
-        (MARGIN_SHARE, "fragments") if ranks == 1 else (SEVERAL_RANKS_SHARE, "fragments and NCCL")
-    )
-    kept = f"{(device_bytes - budget_bytes) / device_bytes:.0%}".replace("%", " %")
-    left = (
-        f"{kept} for {reasons}"
-        if abs(device_bytes - budget_bytes - share * device_bytes) < 2
-        else "memory.margin_gib"
-    )
-    return f"{text}: {size_text(device_bytes)} beside the driver's context, less {left}"
-
-
-def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
-    """Yield the assumptions about how the model is trained."""
-    if subject.trained < subject.parameters:
-        yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
-    if subject.quantize is not None:
-        bits = {
-            "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
-            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
-        }[subject.quantize]
-        yield (
-            f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory "
-            "and time are counted. All other weights have the model's own type: "
-            "prepare_model_for_kbit_training was not applied."
-        )
-    if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
-        ranks = step.sharding.ranks if step.sharding else 1
-        yield (
-            f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
-            "the host when memory is short: they are counted as host memory, and their time is not counted."
-        )
-    if step.sharding is not None:
-        yield (
-            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
-            + ("Parts outside the layers and two layers are whole. " if step.sharding.stage == 3 else "")
-            + (
-                "Gradients of two layers are whole until they are scattered. "
-                if step.sharding.stage > 1
-                else ""
-            )
-            + "Communication between data-parallel ranks is not in the times."
-        )
-    rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)
-    shared = None if rates is None else rates.link_of(ranks)
-    if rates is not None and shared is not None and shared != rates.link:
-        yield (
-            f"The {ranks} ranks of a machine share the rate of its memory. If all copy at once, each has "
-            f"{shared.out_beside_in_bytes_per_ms / 1e6:.0f} GB/s each way."
-        )
-
-
-def output_note(found: SearchResult) -> Iterator[str]:
-    """Yield what a training loop needs more that keeps the model's output during backward."""
-    model: Any = found.subject.model
-    config = model.config
-    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    tiled = any(tile.scope == "head" for tile in found.plan.tiles)
-    weight = model.get_output_embeddings() if not tiled else None
-    if weight is None or not vocabulary:
-        return
-    ranks = found.subject.tensor_parallel_size
-    size = found.step.sequences * found.step.tokens * vocabulary * weight.weight.element_size() // ranks
-    yield (
-        "The model's output is freed before backward, as in the Trainer. A loop that still holds it "
-        f"(`outputs = model(...); outputs.loss.backward()`) needs up to {size_text(size)} more, for logits."
-    )
-
-
-NOTHING_TO_CHANGE = "To use it: nothing need be changed. It fits as it is."
-
-
-def use_line(found: SearchResult, saved_to: str | None) -> str:
-    """Return the line that says how to train with this plan."""
-    if not found.plan.rows and not found.plan.tiles:
-        return NOTHING_TO_CHANGE
-    if saved_to is not None:
-        applied = f'hf_actswap.apply(model, "{saved_to}")'
-        return f'To use it: actswap="{saved_to}" in ActSwapTrainingArguments, or {applied}.'
-    return (
-        'To use it: actswap="auto" in ActSwapTrainingArguments finds a plan by measurement; or write this '
-        'one with --save plan.json and pass actswap="plan.json".'
-    )
-
+from .step import StepShape, bytes_by_fate, device_name, prediction_document, ranks_of_a_machine, saved_by_row
+from .subject import subject, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096

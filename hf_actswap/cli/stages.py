@@ -39,7 +39,7 @@ from ..planner.profile import Prediction, Profile
 from ..planner.search.stage_plans import plan_stages
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text
-from .plan_answer import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes
+from .plan_summary import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes
 from .planned import memory_in_force, paged_bytes
 from .step import (
     StepShape,

@@ -33,7 +33,7 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     load_config,
 )
 from hf_actswap.config.editor_schema import documented  # noqa: E402
-from hf_actswap.config.keys import (  # noqa: E402  # noqa: E402
+from hf_actswap.config.keys import (  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
     MINDSPEED_COUNTERPARTS,

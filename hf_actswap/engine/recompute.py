@@ -197,11 +197,6 @@ class Region:
         if not output.tickets:
             del self._outputs[position]
 
-    def has_output(self, position: int) -> bool:
-        """Whether output ``position`` is there already."""
-        output = self._outputs.get(position)
-        return output is not None and output.kept is not None
-
     def call(self, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Call ``function`` as the region was called, with other ``leaves`` of its arguments."""
         args, kwargs = tree_unflatten(list(leaves), self._spec)

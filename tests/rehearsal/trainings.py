@@ -109,19 +109,26 @@ NEAR = 1e-5
 """Sums in tiles and chunks have another order: so far may weights be from those without a plan."""
 
 
-def _trained(config: Mapping[str, Any] | None) -> list[torch.Tensor]:
-    """Train a tiny Llama for some steps; return its losses and weights."""
-    model = tiny_llama(use_cache=False).to(device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    applied = None if config is None else apply(model, dict(config), optimizer=optimizer)
+def _losses(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int
+) -> list[torch.Tensor]:
     losses = []
-    for number in range(2):
-        ids = torch.randint(0, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(number))
+    for number in range(steps):
+        ids = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(number))
         loss = model(input_ids=ids.to(device()), labels=ids.to(device())).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    return losses
+
+
+def _trained(config: Mapping[str, Any] | None) -> list[torch.Tensor]:
+    """Train a tiny Llama for some steps; return its losses and weights."""
+    model = tiny_llama(use_cache=False).to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    applied = None if config is None else apply(model, dict(config), optimizer=optimizer)
+    losses = _losses(model, optimizer, steps=2, tokens=40)
     if applied is not None:
         assert applied.stats().offloads > 0
         applied.remove()
@@ -154,14 +161,7 @@ def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]
     model = tiny_llama(hidden_size=32, intermediate_size=2048, use_cache=False).to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     planner: Any = None if memory is None else apply(model, {"memory": memory}, optimizer=optimizer)
-    losses = []
-    for number in range(PLANNED_STEPS):
-        ids = torch.randint(0, VOCABULARY, (1, 512), generator=torch.Generator().manual_seed(number))
-        loss = model(input_ids=ids.to(device()), labels=ids.to(device())).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = _losses(model, optimizer, PLANNED_STEPS, tokens=512)
     peak_bytes = torch.cuda.max_memory_reserved()
     if planner is not None:
         assert planner.phase == "stable"

@@ -28,15 +28,15 @@ bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .actions import OUTPUT, MemoryPlan, PlanRow, Scope
 from .actions import OpCall as OpCall
 from .model_structure import is_below
-from .op_facts import is_communication
+from .op_facts import is_communication, is_repeatable
 from .record import SavedStorage as SavedStorage
 from .record import Use as Use
 from .record import UseKind as UseKind
@@ -70,6 +70,10 @@ class RecomputedModules:
             if row.fate == "recompute" and row.ordinal is None and self._is_module(row):
                 found.setdefault(row.scope, set()).add(row.op_path)
         return {scope: frozenset(paths) for scope, paths in found.items()}
+
+    @cached_property
+    def _recomputes(self) -> bool:
+        return any(row.fate in RUN_AGAIN for row in self.plan.rows)
 
     @cached_property
     def scopes_with_op_rows(self) -> frozenset[Scope]:
@@ -115,13 +119,15 @@ class RecomputedModules:
             The root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or if
             it is a communication that is done again; ``None`` if what it produces is kept or swapped.
         """
+        if not self._recomputes:
+            return None
         scope, path, _ = call
         row = self.row(call)
         if row is None or row.fate not in RUN_AGAIN:
             return None
         root = self.root(scope, path)
         if root is None or (is_communication(path) and not self._is_module(row)):
-            return call
+            return call if is_repeatable(path) else None
         return scope, root, None
 
     def keeps_inside(self, scope: Scope, root: str) -> bool:
@@ -212,22 +218,31 @@ class SwappedCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class HostTicketUse:
-    """A use of a storage for which the engine hands out a ticket on a host copy.
+class TicketUse:
+    """A use of a storage for which the engine hands out a ticket, and what a plan does with the tensor.
 
     Args:
+        number: number of the use among those of its storage.
         use: the use.
-        row: the row that decides its fate.
-        copy: number of the copy among those of this storage, from 0.
-        size_bytes: size of the copy.
-        is_new: whether this use starts the copy.
+        row: the row that decides the fate; ``None``: no row does, and the tensor stays.
+        kind: whether the tensor stays, is on the host, or is built again.
+        holder: the call that has the tensor as an input when it runs again (a module: ordinal ``None``);
+            ``None``: the autograd node that saved it.
+        source: the call that runs again to build the tensor; ``None``: it is not built.
+        copy: number of the host copy among those of the storage; -1: none.
+        copy_bytes: size of that copy.
+        starts_copy: whether this use starts it.
     """
 
+    number: int
     use: Use
-    row: PlanRow
-    copy: int
-    size_bytes: int
-    is_new: bool
+    row: PlanRow | None
+    kind: Literal["keep", "swap", "built"]
+    holder: OpCall | None = None
+    source: OpCall | None = None
+    copy: int = -1
+    copy_bytes: int = 0
+    starts_copy: bool = False
 
 
 def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
@@ -253,20 +268,8 @@ def _left_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
     return sum(
         storage.size_bytes
         for index, storage in enumerate(saved.storages)
-        if _is_left(storage, recomputed, held.get(index))
+        if any(ticket.kind != "built" for ticket in ticket_uses(storage, recomputed, held.get(index)))
     )
-
-
-def _is_left(storage: SavedStorage, recomputed: RecomputedModules, held: Use | None) -> bool:
-    handed_on = None
-    for use in storage.uses:
-        if use.kind == "returned" and recomputed.is_root(*use.at[:2]):
-            handed_on = use.producer  # a recomputed module keeps its output
-        if held is use or _asks(use, recomputed):
-            row = recomputed.row(use.producer)
-            if row is None or row.fate not in RUN_AGAIN or use.producer == handed_on:
-                return True
-    return False
 
 
 def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
@@ -274,41 +277,83 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
     recomputed = RecomputedModules(plan, saved.modules)
     held = dict(held_results(saved, recomputed))
     for index, storage in enumerate(saved.storages):
-        for ticket in swap_tickets(storage, recomputed, held.get(index)):
-            if ticket.is_new:
-                yield SwappedCopy(ticket.row, ticket.size_bytes)
+        for ticket in ticket_uses(storage, recomputed, held.get(index)):
+            if ticket.starts_copy and ticket.row is not None:
+                yield SwappedCopy(ticket.row, ticket.copy_bytes)
 
 
-def swap_tickets(
-    storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
-) -> Iterator[HostTicketUse]:
-    """Yield the tickets of one storage that are on the host at the end of forward.
+def ticket_uses(
+    storage: SavedStorage,
+    recomputed: RecomputedModules,
+    held: Use | None = None,
+    calls: Sequence[OpCall] | None = None,
+) -> Iterator[TicketUse]:
+    """Yield what a plan does with one storage: the one statement of who leaves what, and who rebuilds it.
+
+    The counts of bytes, the rules that settle a plan, and the planner's prediction read it.
 
     Args:
         storage: the storage with its uses.
         recomputed: index of the plan.
         held: the use at which a recomputed module holds the storage (`held_results`), if one does.
+        calls: for each use the call in which it happens, if known. Then a result counts as built only where
+            the engine rebuilds it: what a recomputed module makes, for what is saved inside this module; what
+            a recomputed function makes, once it has returned.
     """
     copied: tuple[int, int, int] | None = None
-    number, kept = -1, None
-    for use in storage.uses:
+    copy = -1
+    kept, returned = None, None
+    born_in = None if storage.uses[0].kind in ("module", "function") else storage.uses[0].at[0]
+    for number, use in enumerate(storage.uses):
         if use.kind == "returned":
-            kept = use.producer if recomputed.is_root(*use.at[:2]) else kept
-        if not (held is use or _asks(use, recomputed)) or use.producer == kept:
+            kept = use.producer if recomputed.is_root(*use.at[:2]) else kept  # a module's output stays
+            returned = use.at if use.at == use.producer and use.at[2] is not None else returned
+        holder = _holder(use, recomputed, held)
+        if holder is None and use.kind != "saved":
             continue
         row = recomputed.row(use.producer)
-        if row is None or row.fate != "swap":
+        if use.kind == "saved" and use.at[0] in recomputed.whole_layers:
+            # `torch.utils.checkpoint` builds all that the layer makes, and reads what it was given.
+            if use.at[0] == born_in:
+                yield TicketUse(number, use, row, "built", None, (use.at[0], "", None))
+            else:
+                yield TicketUse(number, use, row, "keep" if copied is None else "swap", copy=copy)
             continue
-        is_new = copied is None or not _covers(copied, use)
-        if is_new:
-            if use.size_bytes < max(1, recomputed.plan.min_tensor_bytes):
-                continue
+        source = None if use.producer == kept else recomputed.rebuilt_by(use.producer)
+        if source is not None and (calls is None or _rebuilds(source, use, calls[number], returned)):
+            yield TicketUse(number, use, row, "built", holder, source)
+            continue
+        moves = starts = False
+        if row is not None and row.fate == "swap" and use.producer != kept:
+            moves = copied is not None and _covers(copied, use)
+            starts = not moves and use.size_bytes >= max(1, recomputed.plan.min_tensor_bytes)
+        if starts:
             whole = 0, storage.size_bytes
             start, stop = whole if copied else moved_range(use, use.size_bytes, storage.size_bytes)
-            copied = start, stop, use.version
-            number += 1
-        if copied is not None:
-            yield HostTicketUse(use, row, number, copied[1] - copied[0], is_new)
+            copied, copy = (start, stop, use.version), copy + 1
+        if copied is not None and (starts or moves):
+            yield TicketUse(number, use, row, "swap", holder, None, copy, copied[1] - copied[0], starts)
+        else:
+            yield TicketUse(number, use, row, "keep", holder)
+
+
+def _holder(use: Use, recomputed: RecomputedModules, held: Use | None) -> OpCall | None:
+    """Return the call that has the tensor of a use as an input when it runs again, if there is one."""
+    scope, path, _ = use.at
+    if use is held:
+        root = recomputed.root(scope, path)
+        return None if scope is None or root is None else (scope, root, None)
+    asks = use.kind not in ("saved", "returned") and recomputed.rebuilt_by(use.at) == use.at
+    return use.at if asks else None
+
+
+def _rebuilds(source: OpCall, use: Use, call: OpCall, returned: OpCall | None) -> bool:
+    if source == returned:
+        return True
+    is_inside = (
+        call == source if source[2] is not None else call[0] == source[0] and is_below(call[1], source[1])
+    )
+    return use.kind == "saved" and is_inside
 
 
 def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:
@@ -350,13 +395,6 @@ def _is_inner(storage: SavedStorage, returned: Use) -> bool:
     later = [use for use in storage.uses if use.order > returned.order and use.kind in ("function", "module")]
     readers = {use.at[1] for use in later}
     return returned.at[2] is not None and readers == {returned.at[1]}
-
-
-def _asks(use: Use, recomputed: RecomputedModules) -> bool:
-    """Whether the engine is asked for a ticket at this use."""
-    if use.kind == "saved":
-        return use.at[0] not in recomputed.whole_layers
-    return use.kind != "returned" and recomputed.rebuilt_by(use.at) == use.at
 
 
 def _covers(copied: tuple[int, int, int], use: Use) -> bool:

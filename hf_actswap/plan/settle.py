@@ -28,7 +28,7 @@ from .actions import Adjustment, MemoryPlan, OpCall, PlanRow, Scope, layer_order
 from .model_structure import LayerStructure, ModelStructure, is_below
 from .op_facts import is_communication, is_repeatable
 from .record import LAYER_INPUT, OpKey, StaleRead
-from .saved_bytes import RUN_AGAIN, RecomputedModules, SavedBytes, SavedStorage, Use, held_results
+from .saved_bytes import RUN_AGAIN, RecomputedModules, SavedBytes, held_results, ticket_uses
 
 WHERE = "recompute_config.select_recompute"
 OVERWRITTEN = "what it reads is written in place afterwards, so that it could not be run again from it"
@@ -186,14 +186,9 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     recomputed = RecomputedModules(plan, saved.modules)
     if not recomputed.selective_layers:
         return plan
-    layers = _Layers(recomputed)
-    for index, storage in enumerate(saved.storages):
-        layers.read(index, storage)
-    for index, use in held_results(saved, recomputed):
-        layers.holds(index, saved.storages[index], use)
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     by_reason: dict[tuple[str, int, int], list[Scope]] = {}
-    for layer, graph in sorted(layers.graphs.items(), key=lambda item: layer_order(item[0])):
+    for layer, graph in sorted(_graphs(saved, recomputed).items(), key=lambda item: layer_order(item[0])):
         costly, still_run = graph.decided()
         for found in costly:
             _, path, ordinal = found.op
@@ -312,45 +307,29 @@ class _Graph:
         return found
 
 
-class _Layers:
-    """Sorts the uses of all storages into one graph for each layer in which ops are recomputed one by one."""
+def _graphs(saved: SavedBytes, recomputed: RecomputedModules) -> dict[Scope, _Graph]:
+    """Return one graph for each layer in which ops are recomputed one by one."""
+    graphs = {scope: _Graph() for scope in recomputed.selective_layers}
+    held = dict(held_results(saved, recomputed))
 
-    def __init__(self, recomputed: RecomputedModules) -> None:
-        self._recomputed = recomputed
-        self.graphs = {scope: _Graph() for scope in recomputed.selective_layers}
+    def is_recomputed(call: OpCall) -> bool:
+        row = recomputed.row(call)  # communications that are done again do not count
+        return row is not None and row.fate == "recompute"
 
-    def read(self, index: int, storage: SavedStorage) -> None:
-        """Add the uses of one storage to the graphs."""
-        returned: OpCall | None = None
-        for use in storage.uses:
-            scope, path, _ = use.at
-            graph = self.graphs.get(scope) if scope is not None else None
-            if use.kind == "returned":
-                returned = use.producer if self._recomputed.is_root(scope, path) else returned
+    for index, storage in enumerate(saved.storages):
+        for ticket in ticket_uses(storage, recomputed, held.get(index)):
+            scope, holder = ticket.use.at[0], ticket.holder
+            graph = graphs.get(scope) if scope is not None else None
+            if graph is None or (holder is not None and holder[2] is not None and not is_recomputed(holder)):
                 continue
-            if graph is None:
-                continue
-            source = None if use.producer == returned else self._rebuilder(use.producer)
+            source = ticket.source if is_recomputed(ticket.use.producer) else None
             if source is not None and source[0] != scope:
                 source = None
             graph.sizes[index] = storage.size_bytes
-            if use.kind == "saved":
+            if holder is None:
                 graph.saved.add((index, source))
-            elif self._rebuilder(use.at) == use.at:
-                graph.inputs.setdefault(use.at, {})[index, source] = None
+            else:
+                graph.inputs.setdefault(holder, {})[index, source] = None
             if source is not None:
                 graph.made.setdefault(source)
-
-    def holds(self, index: int, storage: SavedStorage, result: Use) -> None:
-        """Note that a recomputed module holds the result of an op inside, so as not to run the op again."""
-        scope, path, _ = result.at
-        root = self._recomputed.root(scope, path)
-        graph = self.graphs.get(scope) if scope is not None else None
-        if graph is not None and root is not None:
-            graph.sizes[index] = storage.size_bytes
-            graph.inputs.setdefault((scope, root, None), {})[index, None] = None
-
-    def _rebuilder(self, producer: OpCall) -> OpCall | None:
-        """Return the unit that is recomputed to rebuild what ``producer`` makes (re-gathers do not count)."""
-        row = self._recomputed.row(producer)
-        return self._recomputed.rebuilt_by(producer) if row is not None and row.fate == "recompute" else None
+    return graphs

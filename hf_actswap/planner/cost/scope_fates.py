@@ -12,13 +12,11 @@ start to its end.
 
 Predicts the tickets that the engine makes for each storage under a plan, for nodes and for regions.
 
-Which tensors get a ticket, and with which fate, follows the engine (`engine/forward_pass.py`,
-`engine/hooks.py`, `engine/naming_mode.py`), as `plan.saved_bytes` states it. Added here is *who reads a
-ticket*: the node that saved the tensor, or a region that needs it in order to run again; and *who rebuilds*
-what was dropped.
+Which tensors get a ticket, with which fate, who reads it and who rebuilds what was dropped is what
+`plan.saved_bytes.ticket_uses` says. Added here is when that happens.
 
-A **region** is a call that runs again. Its key is (layer, module path) for a recomputed module or a layer
-recomputed whole, and the number of the op event for a recomputed function.
+A **region** is a call that runs again: a function, a recomputed module, or a layer recomputed whole (these
+with ordinal ``None``).
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from typing import Literal, NamedTuple
 from ...engine.windows import Timeline
 from ...plan.actions import MemoryPlan, Scope, Windows
 from ...plan.model_structure import is_below
-from ...plan.op_facts import is_repeatable
-from ...plan.saved_bytes import RUN_AGAIN, HostTicketUse, OpCall, RecomputedModules, Use, swap_tickets
+from ...plan.saved_bytes import OpCall, RecomputedModules, TicketUse, Use, ticket_uses
 from ..profile import Profile
 from ..record.lifetimes import Places, lifetimes
 
@@ -86,7 +83,8 @@ class StepOrder:
         for number, lifetime in enumerate(self.lifetimes):
             if lifetime.last_place >= 0 and lifetime.made_in >= 0:
                 self.born_in[lifetime.made_in].append(number)
-        self.functions = self._functions()
+        self.function_events = self._function_events()
+        """The op event of each call of a function in a layer."""
         self.temporary_bytes = self._temporary_bytes()
         self.touching: dict[Scope, list[int]] = {}
         self.scopes_of: list[tuple[Scope, ...]] = []
@@ -111,11 +109,11 @@ class StepOrder:
         last = self.op_events[op_event].first_op + max(self.op_events[op_event].num_ops - 1, 0)
         return self._op_of_order.get(order, last)
 
-    def inside(self, scope: Scope, path: str) -> list[int]:
+    def inside(self, scope: Scope | None, path: str) -> list[int]:
         """Return the op events at and below a path of a scope."""
         return [
             number
-            for number in self.scope_events.get(scope, ())
+            for number in (() if scope is None else self.scope_events.get(scope, ()))
             if is_below(self.op_events[number].call[1], path)
         ]
 
@@ -144,15 +142,15 @@ class StepOrder:
                 found.append(Pack(order + 0.5, op_event, op, False))
         return sorted(found, key=lambda pack: (pack.order, pack.op))
 
-    def _functions(self) -> frozenset[int]:
-        """Return the op events that are calls of functions, and not what runs between functions."""
-        return frozenset(
-            op_event
+    def _function_events(self) -> dict[OpCall, int]:
+        return {
+            use.at: op_event
             for storage, lifetime in zip(self.profile.saved.storages, self.lifetimes, strict=True)
             for use, op_event in zip(storage.uses, lifetime.op_events, strict=True)
             if use.at == self.op_events[op_event].call
+            and isinstance(use.at[0], int)
             and (use.kind == "function" or (use.kind == "returned" and use.at[2] is not None))
-        )
+        }
 
     def _temporary_bytes(self) -> list[int]:
         """Return the bytes that each op event needs beyond what stays, in forward and when it runs again."""
@@ -179,9 +177,6 @@ def timeline(
     return Timeline((*rising, (rising[-1][0] if rising else 0, forward_end_ms)), tuple(falling))
 
 
-RegionKey = tuple[Scope, str] | int
-
-
 class HeldTicket(NamedTuple):
     """One ticket of a storage.
 
@@ -189,16 +184,16 @@ class HeldTicket(NamedTuple):
         kind: whether the tensor stays, is on the host, or is built again.
         order: order of the use at which the ticket was made.
         op_event: number of the op event of that use.
-        holder: key of the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
-        source: key of the region that builds the tensor again.
+        holder: the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
+        source: the region that builds the tensor again.
         copy: number of the host copy among those of the storage; -1: none.
     """
 
     kind: Literal["keep", "swap", "built"]
     order: int
     op_event: int
-    holder: RegionKey | None = None
-    source: RegionKey | None = None
+    holder: OpCall | None = None
+    source: OpCall | None = None
     copy: int = -1
 
 
@@ -237,60 +232,34 @@ class TicketRules:
     def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
         self._order, self._held = order, held
         self.recomputed = RecomputedModules(plan, order.profile.saved.modules)
-        self._functions: dict[int, bool] = {}
-        fates = {row.fate for row in plan.rows}
-        self._swaps, self._recomputes = "swap" in fates, not fates.isdisjoint(RUN_AGAIN)
 
     def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
         """Return the tickets of a storage, and its copies out, in order."""
         storage, lifetime = self._order.profile.saved.storages[number], self._order.lifetimes[number]
-        held = self._held.get(number)
-        asked = swap_tickets(storage, self.recomputed, held) if self._swaps else ()
-        swaps = {item.use.order: item for item in asked}
+        calls = [self._order.op_events[op_event].call for op_event in lifetime.op_events]
         tickets: list[HeldTicket] = []
         copies: list[CopyOut] = []
-        kept: OpCall | None = None
-        made: tuple[OpCall, int] | None = None
-        for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
-            swap = swaps.get(use.order)
-            if swap is not None and swap.is_new:
-                copies.append(self._copy_out(swap, op_event, lifetime.made_in))
-            if use.kind == "returned":
-                kept = use.producer if self.recomputed.is_root(*use.at[:2]) else kept
-                if use.at[2] is not None and use.at == use.producer:
-                    made = (use.producer, op_event) if self.is_function_region(op_event) else None
-            if use.kind == "saved" and use.at[0] in self.recomputed.whole_layers:
-                tickets.append(self._in_checkpoint(use, op_event, lifetime.made_in, copies))
+        for found in ticket_uses(storage, self.recomputed, self._held.get(number), calls):
+            op_event = lifetime.op_events[found.number]
+            if found.starts_copy:
+                copies.append(self._copy_out(found, op_event, lifetime.made_in))
+            if found.holder is not None and not self._is_region(found.holder):
                 continue
-            holder = self._holder(use, op_event, held) if self._recomputes and use.kind != "saved" else None
-            if holder is None and use.kind != "saved":
-                continue
-            if swap is not None:
-                tickets.append(HeldTicket("swap", use.order, op_event, holder, copy=swap.copy))
-                continue
-            source = None
-            if self._recomputes and use.producer != kept:
-                source = self._source(use, op_event, lifetime.made_in, made)
-            kind: Literal["keep", "built"] = "keep" if source is None else "built"
-            tickets.append(HeldTicket(kind, use.order, op_event, holder, source))
+            kind, source = found.kind, found.source
+            if source is not None and not self._is_region(source):
+                kind, source = "keep", None
+            tickets.append(HeldTicket(kind, found.use.order, op_event, found.holder, source, found.copy))
         return tickets, copies
 
-    def is_function_region(self, op_event: int) -> bool:
-        """Return whether an op event is the call of a function that runs again on its own."""
-        known = self._functions.get(op_event)
-        if known is None:
-            known = self._functions[op_event] = self._is_function_region(op_event)
-        return known
+    def _is_region(self, call: OpCall) -> bool:
+        """Whether the profile says what runs again with a call."""
+        return call[2] is None or call in self._order.function_events
 
-    def scope_of(self, region: RegionKey) -> Scope | None:
-        """Return the scope in which a region lies."""
-        return self._order.op_events[region].call[0] if isinstance(region, int) else region[0]
-
-    def runs_again(self, scope: Scope, root: str, op_event: int) -> bool:
+    def runs_again(self, region: OpCall, op_event: int) -> bool:
         """Return whether an op event runs again with its recomputed module; kept ops inside do not."""
         path, ordinal = self._order.op_events[op_event].call[1:]
-        recomputed = self.recomputed
-        if not recomputed.keeps_inside(scope, root):
+        recomputed, (scope, root, _) = self.recomputed, region
+        if scope is None or not recomputed.keeps_inside(scope, root):
             return True
         while path and path != root:
             if recomputed.is_held((scope, path, ordinal)) or recomputed.is_kept_module(scope, path):
@@ -298,63 +267,18 @@ class TicketRules:
             path, ordinal = path.rpartition(".")[0], None
         return True
 
-    def _is_function_region(self, op_event: int) -> bool:
-        call = self._order.op_events[op_event].call
-        if op_event not in self._order.functions or not isinstance(call[0], int):
-            return False
-        return is_repeatable(call[1]) and self.recomputed.rebuilt_by(call) == call
-
-    def _copy_out(self, swap: HostTicketUse, op_event: int, made_in: int) -> CopyOut:
+    def _copy_out(self, swap: TicketUse, op_event: int, made_in: int) -> CopyOut:
         use = swap.use
         return CopyOut(
             number=swap.copy,
             call=use.producer,
-            size_bytes=swap.size_bytes,
+            size_bytes=swap.copy_bytes,
             order=use.order,
             op_event=op_event,
             op=self._order.use_op(use, op_event),
             at_end=use.kind == "returned" or (use.kind == "saved" and made_in == op_event),
-            windows=swap.row.windows,
+            windows=None if swap.row is None else swap.row.windows,
         )
-
-    def _in_checkpoint(self, use: Use, op_event: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
-        """Return the ticket of a tensor saved in a layer that runs again whole: built, except its inputs."""
-        scope = use.at[0]
-        if scope is None or (made_in >= 0 and self._order.op_events[made_in].call[0] == scope):
-            return HeldTicket("built", use.order, op_event, source=(scope if scope is not None else 0, ""))
-        if copies:
-            return HeldTicket("swap", use.order, op_event, copy=copies[-1].number)
-        return HeldTicket("keep", use.order, op_event)
-
-    def _holder(self, use: Use, op_event: int, held: Use | None) -> RegionKey | None:
-        scope, path, _ = use.at
-        if use is held and scope is not None:
-            root = self.recomputed.root(scope, path)
-            return None if root is None else (scope, root)
-        if not isinstance(scope, int):
-            return None
-        if use.kind == "module":
-            return (scope, path) if self.recomputed.rebuilt_by(use.at) == use.at else None
-        own_call = use.kind == "function" and use.at == self._order.op_events[op_event].call
-        return op_event if own_call and self.is_function_region(op_event) else None
-
-    def _source(
-        self, use: Use, op_event: int, made_in: int, made: tuple[OpCall, int] | None
-    ) -> RegionKey | None:
-        """Return the key of the region that builds the tensor of this use again; ``None``: there is none."""
-        scope, path, _ = use.producer
-        row = self.recomputed.row(use.producer)
-        if row is None or scope is None or row.fate not in RUN_AGAIN:
-            return None
-        if made is not None and made[0] == use.producer:
-            return made[1]
-        if use.kind != "saved":
-            return None
-        at = self._order.op_events[op_event].call
-        root = self.recomputed.root(scope, path)
-        if root is not None:
-            return (scope, root) if at[0] == scope and is_below(at[1], root) else None
-        return op_event if made_in == op_event and self.is_function_region(op_event) else None
 
 
 CopyId = tuple[int, int]
@@ -412,7 +336,7 @@ class RecomputedRegion:
         peak_bytes, peak_event: the most bytes on the device for it while it runs, and in which op event.
     """
 
-    key: RegionKey
+    key: OpCall
     first_event: int
     last_op: int = -1
     steps: tuple[RunStep, ...] = ()
@@ -527,19 +451,19 @@ def _regions(
     fate: ScopeFate,
 ) -> list[RecomputedRegion]:
     """Return the regions of a scope; those that nothing needs are left out, as in the engine."""
-    found: dict[RegionKey, RecomputedRegion] = {}
-    inputs: dict[RegionKey, list[tuple[int, int, HeldTicket]]] = {}
-    readers: dict[RegionKey, list[tuple[int, HeldTicket]]] = {}
+    found: dict[OpCall, RecomputedRegion] = {}
+    inputs: dict[OpCall, list[tuple[int, int, HeldTicket]]] = {}
+    readers: dict[OpCall, list[tuple[int, HeldTicket]]] = {}
     for number, (tickets, _) in known.items():
         for ticket in tickets:
-            if ticket.source is not None and rules.scope_of(ticket.source) == scope:
+            if ticket.source is not None and ticket.source[0] == scope:
                 readers.setdefault(ticket.source, []).append((number, ticket))
-            if ticket.holder is not None and rules.scope_of(ticket.holder) == scope:
+            if ticket.holder is not None and ticket.holder[0] == scope:
                 inputs.setdefault(ticket.holder, []).append((ticket.order, number, ticket))
     for key in readers:
         found[key] = RecomputedRegion(key, _op_events(order, key)[0])
     needed: list[RecomputedRegion] = []
-    for region in sorted(found.values(), key=lambda item: (-item.first_event, not isinstance(item.key, int))):
+    for region in sorted(found.values(), key=lambda item: (-item.first_event, item.key[2] is None)):
         for number, ticket in readers[region.key]:
             _read_by(order, fate, region, number, ticket, found)
         if not region.built:
@@ -557,7 +481,7 @@ def _read_by(
     region: RecomputedRegion,
     number: int,
     ticket: HeldTicket,
-    found: Mapping[RegionKey, RecomputedRegion],
+    found: Mapping[OpCall, RecomputedRegion],
 ) -> None:
     """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
     if ticket.holder is not None and ticket.holder not in found:
@@ -581,7 +505,7 @@ def _hold(
     order: StepOrder,
     region: RecomputedRegion,
     inputs: Iterable[tuple[int, int, HeldTicket]],
-    found: Mapping[RegionKey, RecomputedRegion],
+    found: Mapping[OpCall, RecomputedRegion],
     fate: ScopeFate,
 ) -> None:
     for _, number, ticket in inputs:
@@ -598,8 +522,9 @@ def _hold(
             region.inputs.append((source, item))
 
 
-def _op_events(order: StepOrder, key: RegionKey) -> list[int]:
-    return [key] if isinstance(key, int) else order.inside(*key)
+def _op_events(order: StepOrder, key: OpCall) -> list[int]:
+    scope, path, ordinal = key
+    return order.inside(scope, path) if ordinal is None else [order.function_events[key]]
 
 
 def _lay_out(
@@ -607,8 +532,9 @@ def _lay_out(
 ) -> None:
     """Set which op events of a region run again, for how long, and with how much memory."""
     key, op_events = region.key, _op_events(order, region.key)
-    if isinstance(key, int):
-        region.last_op = order.op_events[key].first_op + max(order.op_events[key].num_ops - 1, 0)
+    if key[2] is not None:
+        own = order.op_events[op_events[0]]
+        region.last_op = own.first_op + max(own.num_ops - 1, 0)
     else:
         packs = [pack for pack in order.packs_between(op_events[0], op_events[-1])]
         last = max(ticket.order for ticket in tickets if ticket.holder is None)
@@ -622,7 +548,7 @@ def _lay_out(
             for op_event in op_events
             if op_event < end.op_event or (op_event == end.op_event and end.at_end)
         ]
-        op_events = [op_event for op_event in op_events if rules.runs_again(key[0], key[1], op_event)]
+        op_events = [op_event for op_event in op_events if rules.runs_again(key, op_event)]
     region.steps = tuple(_steps(order, region, op_events))
     held = 0
     for step in region.steps:

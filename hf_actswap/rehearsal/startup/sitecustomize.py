@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -92,11 +93,11 @@ def _newest_kernels(torch: ModuleType, settings: dict[str, str]) -> int:
     """Return the newest architecture of PyTorch's kernels that the device runs, as 86 for sm_86.
 
     CUB's algorithms (sort, cumsum) fail if they are told of one that they were not compiled for. PyTorch has
-    no kernels for an RTX 4090's own 8.9.
+    no kernels for an RTX 4090's own 8.9. After `torch.cuda.get_arch_list` PyTorch would refuse the
+    device to forked processes.
     """
     own = 10 * int(settings["major"]) + int(settings["minor"])
-    flags = torch._C._cuda_getArchFlags().split()
-    known = [int(flag[3:]) for flag in flags if flag.startswith("sm_") and flag[3:].isdigit()]
+    known = map(int, re.findall(r"code=sm_(\d+)", torch.__config__.show()))
     return max((found for found in known if found <= own), default=own)
 
 

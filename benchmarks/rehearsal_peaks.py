@@ -10,7 +10,7 @@ suffices for every row. Loss, backward, optimizer and zero_grad follow each othe
 frees the model's output before backward. The prediction is that of ``hf-actswap plan``, for the same model,
 batch, optimizer and plan.
 
-With ``--share 1.03`` the device has 1.03 times the predicted peak, and half a GiB for CUDA itself: what
+With ``--share 1.03`` the device has 1.03 times the predicted peak, and what CUDA itself takes: what
 PyTorch's allocator holds beyond what is in use it gives back when memory is short, as far as pages are
 whole, so reserved memory with memory for everything does not say what a training needs. ``--repeat 10`` runs
 a row so often: copies late, early, and at random moments by other seeds. Rows that are planned for a device
@@ -34,7 +34,7 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 STEPS = 3
-DEVICE, MEMORY, CONTEXT = "H200", 400 * GIB, GIB // 2
+DEVICE, MEMORY, HOST_MEMORY = "H200", 400 * GIB, "1TiB"
 Order = Literal["lazy", "eager", "random"]
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 
@@ -165,14 +165,16 @@ def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: in
     Args:
         row: the training.
         planned: its plan and predictions, by `predicted`.
-        memory: memory of the device in bytes; ``None``: what it has.
+        memory: memory of the device in bytes that the program can take; ``None``: what it has.
         count: number of runs.
     """
     from hf_actswap.rehearsal import Options, build, environment
 
     facts = {key: value for key, value in planned.items() if key != "plan"}
     found: dict[str, Any] = {"name": row.name, **facts, "memory": memory, "runs": []}
-    options = Options(row.device, 1, "" if memory is None else f"{memory >> 20}MiB", races=False, clock=True)
+    options = Options(row.device, races=False, clock=True, host_memory=HOST_MEMORY)
+    if memory is not None:
+        options = replace(options, memory=f"{memory + options.context_bytes >> 20}MiB")
     prepared = environment(options, build())
     prepared |= {"PYTORCH_ALLOC_CONF": ALLOCATORS[row.allocator], "OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
@@ -346,7 +348,7 @@ def main() -> None:
             planned = predicted(row, _request(row, folder))
         memory = None if row.fits else MEMORY
         if given.share is not None:
-            memory = int(given.share * planned["predicted"]) + CONTEXT
+            memory = int(given.share * planned["predicted"])
         found = rehearse(row, planned, memory, given.repeat) | {"share": given.share}
         same = (found["name"], given.share)
         kept = [*(old for old in kept if (old["name"], old.get("share")) != same), found]

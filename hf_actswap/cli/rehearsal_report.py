@@ -38,7 +38,6 @@ _OPTIMIZERS: Mapping[str, PaperOptimizerName] = {
     "SGD": "sgd",
     "Adafactor": "adafactor",
 }
-_CONTEXT_BYTES = 1 << 29
 _MODE = "auto.yaml"
 _ROWS = {
     "nothing": "all kept",
@@ -125,7 +124,7 @@ def advice_for(seen: Mapping[str, Any], options: Options) -> Advice:
     if "config" not in seen:
         return Advice(said=["No transformers model was seen: the planner cannot be asked."])
     resident = _resident_bytes(seen)
-    if resident > options.memory_bytes() - _CONTEXT_BYTES:
+    if resident > options.program_bytes():
         return Advice(
             said=[f"Weights, gradients and the optimizer's states take {size_text(resident)}. {_LARGER}"]
         )
@@ -185,7 +184,6 @@ def _request(
     lora = None
     if adapters is not None and adapters["r"]:
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
-    budget = options.memory_bytes() - _CONTEXT_BYTES
     step = AskedStep(
         seen.get("batch"), seen.get("tokens"), device_facts(options.device).kind, autocast, optimizer
     )
@@ -194,7 +192,7 @@ def _request(
         config=str(Path(folder) / _MODE),
         step=step,
         profile=None,
-        budget_bytes=budget,
+        budget_bytes=options.program_bytes(),
         tp=None,
         compared=(),
         save=None,

@@ -36,6 +36,12 @@ Memory = Annotated[
         "--memory", metavar="SIZE", help="Memory of each, such as 40GiB. Default: what the device has."
     ),
 ]
+HostMemory = Annotated[
+    str,
+    options.without_default(
+        "--host-memory", metavar="SIZE", help="Host memory to swap into. Default: what is free here."
+    ),
+]
 Clock = Annotated[
     bool, typer.Option("--clock", help="Work takes the time that it would on the device: predicts the step.")
 ]
@@ -65,6 +71,7 @@ def rehearse(
     device: Device,
     devices: Devices = 1,
     memory: Memory = "",
+    host_memory: HostMemory = "",
     clock: Clock = False,
     no_weights: NoWeights = False,
     advice: Advice = True,
@@ -73,7 +80,7 @@ def rehearse(
     """Run a training script without its GPU: whether it fits, what memory holds, what to change."""
     errors = error_console()
     try:
-        asked = Options(device, devices, memory, clock=clock, no_weights=no_weights)
+        asked = Options(device, devices, memory, clock=clock, no_weights=no_weights, host_memory=host_memory)
         command = _command(program)
         with busy("building the device"):
             built = build()

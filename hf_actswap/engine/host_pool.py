@@ -440,6 +440,10 @@ class PinnedSlabs:
         )
 
 
+MAPPING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if hasattr(mmap, "MAP_ANONYMOUS") else 0
+"""How `mapped` maps pages, as flags of mmap(2); 0: the platform has none."""
+
+
 def mapped(size_bytes: int) -> torch.Tensor:
     """Return newly mapped pages, uint8, shape (size_bytes,); unmapped when the tensor's storage is freed.
 
@@ -448,8 +452,7 @@ def mapped(size_bytes: int) -> torch.Tensor:
     need them: otherwise the next write after a fork would go to a copy of the page, which is not locked for
     the device.
     """
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    pages = mmap.mmap(-1, size_bytes, **flags)
+    pages = mmap.mmap(-1, size_bytes, **({"flags": MAPPING} if MAPPING else {}))
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             with suppress(OSError):

@@ -19,6 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="H100", help="usual name of the device")
     parser.add_argument("--devices", type=int, default=1, help="how many of them")
     parser.add_argument("--memory", default="", help="memory of each, such as 40GiB")
+    parser.add_argument("--host-memory", default="", help="host memory to swap into; default: what is free")
     parser.add_argument(
         "--order", default="lazy", help=f"when copies are carried out: {', '.join(get_args(Order))}"
     )
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             given.seed,
             given.arithmetic,
             clock=given.clock,
+            host_memory=given.host_memory,
         )
         replace_process(options, build(), command)
     except RehearsalError as error:

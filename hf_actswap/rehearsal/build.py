@@ -176,22 +176,27 @@ def _driver(asked: set[str]) -> str:
 
 
 def _management(opened_with: bytes) -> str:
-    """Return code for NVML's library: it counts the devices, and says of all else that it is not supported.
+    """Return code for NVML's library: it counts the devices, and says of most else that it is not supported.
 
-    PyTorch takes its functions by name when it needs them; from 2.15 on also to map expandable segments.
+    PyTorch takes its functions by name when it needs them: for the text of an out-of-memory error, which
+    lists the processes on the device (here none), and from 2.15 on to map expandable segments.
 
     Args:
         opened_with: the library of PyTorch that holds the names.
     """
     done = {"nvmlInit", "nvmlInit_v2", "nvmlShutdown", "nvmlDeviceGetHandleByPciBusId_v2"}
     names = {name.decode() for name in _MANAGEMENT_NAME.findall(opened_with.replace(b"\0", b"\0\0"))} | done
+    written = {
+        "nvmlDeviceGetCount_v2": "(int* count) { return cudaGetDeviceCount(count); }",
+        "nvmlDeviceGetComputeRunningProcesses": "(void*, unsigned* count, void*) { *count = 0; return 0; }",
+    }
     success, not_supported = 0, 3
     return "int cudaGetDeviceCount(int*);\n" + "".join(
         [
-            "int nvmlDeviceGetCount_v2(int* count) { return cudaGetDeviceCount(count); }\n",
+            *(f"int {name}{code}\n" for name, code in written.items()),
             *(
                 f"int {name}(void) {{ return {success if name in done else not_supported}; }}\n"
-                for name in sorted(names - {"nvmlDeviceGetCount_v2"})
+                for name in sorted(names - written.keys())
             ),
         ]
     )

@@ -51,6 +51,9 @@ class Options:
         clock: whether work takes the time that it would on the device; without it there is the wall clock
             only.
         no_weights: whether transformers' models are made from their configuration, without files of weights.
+        host_memory: host memory that a swap may count on, as ``memory``; empty: what this machine has free.
+            Without values of large tensors it takes none of this machine's.
+        context_bytes: memory of each device that the driver keeps for itself once a process uses the device.
         more: further settings for the libraries, by name.
     """
 
@@ -64,6 +67,8 @@ class Options:
     races: bool = True
     clock: bool = False
     no_weights: bool = False
+    host_memory: str = ""
+    context_bytes: int = 1 << 29
     more: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,29 +81,43 @@ class Options:
         if not 1 <= self.devices <= 16:
             raise one_problem("--devices", "a number from 1 to 16", str(self.devices))
         self.memory_bytes()
+        self.host_memory_bytes()
 
     def memory_bytes(self) -> int:
         """Return the memory of one device in bytes."""
         facts = device_facts(self.device)
         if not self.memory:
             return facts.memory_bytes
-        try:
-            wanted = bytes_of(self.memory)
-        except ValueError as error:
-            raise one_problem(
-                "--memory", "a size such as 40GB or 24GiB", repr(self.memory), str(error)
-            ) from None
-        if wanted < 2**30:
-            raise one_problem("--memory", "at least 1GiB: CUDA itself takes half of that", repr(self.memory))
+        wanted = _size("--memory", self.memory)
+        if wanted < 2 * self.context_bytes:
+            least = f"at least {2 * self.context_bytes / 2**30:g}GiB: CUDA itself takes half of that"
+            raise one_problem("--memory", least, repr(self.memory))
         return wanted
+
+    def program_bytes(self) -> int:
+        """Return the memory of one device that a program can take, in bytes."""
+        return self.memory_bytes() - self.context_bytes
+
+    def host_memory_bytes(self) -> int | None:
+        """Return the host memory that a swap may count on in bytes; ``None``: what this machine has free."""
+        return _size("--host-memory", self.host_memory) if self.host_memory else None
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise one_problem(option, "a size such as 40GB or 24GiB", repr(text), str(error)) from None
 
 
 def settings_of(options: Options, built: Built) -> dict[str, str | int]:
     """Return the settings that the libraries read."""
-    facts = device_facts(options.device)
+    facts, host_bytes = device_facts(options.device), options.host_memory_bytes()
     return {
         "name": facts.name,
         "bytes": options.memory_bytes(),
+        "context_bytes": options.context_bytes,
+        **({} if host_bytes is None else {"host_bytes": host_bytes}),
         "devices": options.devices,
         "major": facts.capability[0],
         "minor": facts.capability[1],

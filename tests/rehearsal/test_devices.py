@@ -63,6 +63,27 @@ print(slab.is_pinned(), (after - before) * 1024 < 2**29 / 100)
     assert done.stdout.split() == ["True", "True"], done.stdout
 
 
+def test_a_swap_counts_on_the_host_memory_that_was_asked_for() -> None:
+    code = """
+from hf_actswap.engine.host_memory import available_bytes, room_beyond
+from hf_actswap.engine.host_pool import PinnedSlabs
+slabs = PinnedSlabs(torch.device("cuda", 0))
+before, room = available_bytes(), room_beyond(0)
+slab = slabs.allocate(2**40)
+print(before == 2**42, before - room() == 2**40, slab.is_pinned())
+"""
+    done = run(code, Options("A100-40", arithmetic="none", host_memory="4TiB"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True", "True"], done.stdout
+
+
+def test_what_cuda_takes_is_an_option() -> None:
+    code = "print(*torch.cuda.mem_get_info())"
+    done = run(code, Options("A100-40", memory="4GiB", arithmetic="none", context_bytes=2**30))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(3 * 2**30), str(2**32)], done.stdout
+
+
 def test_several_devices() -> None:
     code = """
 values = torch.arange(6.0, device="cuda:0")

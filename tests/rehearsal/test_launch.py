@@ -53,6 +53,7 @@ def test_a_device_has_many_names(name: str) -> None:
         ({"devices": 0}, "--devices: expected a number from 1 to 16", "found 0"),
         ({"memory": "much"}, "--memory: expected a size such as 40GB", "'much'"),
         ({"memory": "100MiB"}, "at least 1GiB", "'100MiB'"),
+        ({"host_memory": "much"}, "--host-memory: expected a size such as 40GB", "'much'"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], expected: str, found: str) -> None:
@@ -125,6 +126,7 @@ def test_functions_of_nvml_are_those_whose_names_pytorch_holds() -> None:
     for function in (
         "int nvmlDeviceGetCount_v2(int* count) { return cudaGetDeviceCount(count); }",
         "int nvmlInit_v2(void) { return 0; }",
+        "int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { *count = 0; return 0; }",
         "int nvmlDeviceGetGpuFabricInfoV(void) { return 3; }",
     ):
         assert code.count(function) == 1

@@ -26,8 +26,8 @@ class Memory {
  public:
   const int devices = (int)settings().number("devices", 1);
   const size_t total = settings().number("bytes", 80ull << 30);
-  // What the driver keeps for itself once a process uses the device.
-  const size_t limit = total - settings().number("context_bytes", 512ull << 20);
+  // Less what the driver keeps for itself once a process uses the device.
+  const size_t limit = total - settings().number("context_bytes", 0);
 
   Memory() : used_(devices, 0), peak_(devices, 0), host_(0), host_peak_(0) {}
 
@@ -139,6 +139,7 @@ class Memory {
   }
 
   size_t peak(int device) { return peak_[device]; }
+  size_t host() { return host_; }
   size_t host_peak() { return host_peak_; }
 
  private:

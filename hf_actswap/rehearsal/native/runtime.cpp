@@ -584,6 +584,7 @@ long long rehearsal_count(const char* what) {
   if (name == "copies") return counts().copies;
   if (name == "to_device") return counts().to_device;
   if (name == "to_host") return counts().to_host;
+  if (name == "host") return (long long)memory().host();
   if (name == "host_peak") return (long long)memory().host_peak();
   return -1;
 }

@@ -123,6 +123,7 @@ def _of_program(module: str, function: str) -> Callable[[ModuleType], None]:
 def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
     found = {
         "torch": _install,
+        "hf_actswap.engine.host_memory": _of_program("host_pages", "limit"),
         "hf_actswap.engine.host_pool": _of_program("host_pages", "touch_nothing"),
         "bitsandbytes": _of_program("refused", "refuse_bitsandbytes"),
         "transformers.utils.quantization_config": _of_program("refused", "refuse_its_config"),

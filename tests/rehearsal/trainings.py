@@ -154,15 +154,16 @@ PLANNED_STEPS, SHARE = 7, 0.85
 
 
 def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]:
-    """Train a Llama with a wide feed-forward; return its losses and weights, and what the allocator held."""
+    """Train a Llama with a wide feed-forward; return its losses and weights, and what it had allocated."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # what earlier trainings of this process have left for each stream
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = tiny_llama(hidden_size=32, intermediate_size=2048, use_cache=False).to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     planner: Any = None if memory is None else apply(model, {"memory": memory}, optimizer=optimizer)
     losses = _losses(model, optimizer, PLANNED_STEPS, tokens=512)
-    peak_bytes = torch.cuda.max_memory_reserved()
+    peak_bytes = torch.cuda.max_memory_allocated()
     if planner is not None:
         assert planner.phase == "stable"
         assert planner.stats().offloads > 0

@@ -306,7 +306,6 @@ class ActSwapCallback(TrainerCallback):
                 self._say_plan(plan)
 
     def _say_plan(self, plan: MemoryPlan) -> None:
-        """Log what will be done, at the start of the training."""
         config, applied = self._config, self.applied
         notes = list(config.notes)
         if not self._shows_all and len(notes) > 1:

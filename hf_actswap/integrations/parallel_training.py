@@ -122,34 +122,28 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     accelerator.gather_for_metrics = gather_for_metrics
 
 
-@contextmanager
-def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
-    """Within the block, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
+def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> AbstractContextManager[None]:
+    """Within it, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
 
     The Trainer of transformers 5.17 reads only this when it counts tokens and scales the loss. It is not set
     for longer, because Accelerate would then prepare, clip and save in its own way.
     """
-    state = accelerator.state
-    before = state.parallelism_config
-    state.parallelism_config = ParallelismConfig(tp_size=tensor_parallel_size)
-    try:
-        yield
-    finally:
-        state.parallelism_config = before
+    declared = ParallelismConfig(tp_size=tensor_parallel_size)
+    return patched_attribute(accelerator.state, "parallelism_config", declared)
 
 
 @contextmanager
 def patched_attribute(of: Any, name: str, answer: Any) -> Iterator[None]:
     """Within the block, the attribute ``name`` (a method or value) of the object ``of`` is ``answer``."""
-    before = vars(of).get(name)
+    held, before = name in vars(of), vars(of).get(name)
     setattr(of, name, answer)
     try:
         yield
     finally:
-        if before is None:
-            delattr(of, name)
-        else:
+        if held:
             setattr(of, name, before)
+        else:
+            delattr(of, name)
 
 
 def _all_tensors(data: Any) -> bool:

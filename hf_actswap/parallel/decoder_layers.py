@@ -321,7 +321,6 @@ def _share_rest(
 
 
 def _is_adapter_part(module: nn.Module, name: str) -> bool:
-    """Whether a linear layer is inside an adapted projection."""
     parts = name.split(".")
     return any(is_adapted(module.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts)))
 
@@ -365,14 +364,7 @@ def _settings(region: SequenceRegion) -> dict[str, Any]:
 
 
 def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceRegion) -> None:
-    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration.
-
-    Args:
-        module: the attention module.
-        heads: numbers of heads of the whole module, and of ranks.
-        features: number of features of all query heads.
-        region: says where the model's hidden states are parts of the sequence.
-    """
+    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration."""
     counts = {
         "query": (heads.query, heads.own_query),
         "key_value": (heads.key_value, heads.own_key_value),
@@ -542,16 +534,6 @@ def _divide_layer(
     drops: bool,
     seen: set[int],
 ) -> None:
-    """Divide one layer.
-
-    Args:
-        layer: the layer to divide.
-        decoder: the decoder that has it.
-        region: says where the model's hidden states are parts of the sequence.
-        tags: keeps attributes on its parameters.
-        drops: whether the model uses dropout.
-        seen: modules of earlier layers, which this layer may share.
-    """
     blocks, experts = decoder.blocks(layer), experts_of(layer)
     if drops:
         RankStreamHooks(region, on_parts=True).attach(layer)
@@ -570,16 +552,7 @@ def _divide_layer(
 
 @dataclass(frozen=True)
 class _Rest:
-    """The modules of a layer outside its blocks, under sequence parallelism.
-
-    Args:
-        layer: the decoder layer.
-        handled: paths of the divided modules in the layer.
-        seen: modules of earlier layers, which have been handled.
-        family: what is known of the model's family.
-        region: says where the model's hidden states are parts of the sequence.
-        tags: keeps attributes on its parameters.
-    """
+    """The modules of a layer outside its blocks, under sequence parallelism."""
 
     layer: nn.Module
     handled: set[str]
@@ -614,7 +587,6 @@ class _Rest:
 
 
 def _drops(base: nn.Module) -> bool:
-    """Whether any module of the decoder uses dropout in training."""
     return any(
         isinstance(value, float) and value > 0
         for module in base.modules()

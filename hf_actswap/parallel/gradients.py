@@ -345,8 +345,6 @@ def _reject_mixed(parameters: list[torch.Tensor]) -> None:
 
 @dataclass
 class _Part:
-    """This rank's part of one gradient."""
-
     parameter: torch.Tensor
     watch: GradientWatch
 
@@ -550,14 +548,7 @@ def _part(
     group: dist.ProcessGroup,
     zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Return this rank's part for gradients with the same data groups.
-
-    Args:
-        gradients: each with the number of ranks of the group that hold it; 0: all.
-        norm_type: type of the norm.
-        group: tensor-parallel group.
-        zero: scalar with the dtype and device of the result.
-    """
+    """Return this rank's part for gradients with the same data groups."""
     counted = [(found, holders) for found, holders in gradients if holders or group.rank() == 0]
     counted = [(found, holders) for found, holders in counted if found.numel()]
     if not counted:

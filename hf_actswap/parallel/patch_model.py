@@ -325,7 +325,6 @@ def patch_model(
 
 
 def _bare(model: Any) -> Any:
-    """Return the model inside PEFT's wrappers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,37 @@ def test_the_rehearsal_stands_alone() -> None:
     assert [str(found) for found in ours if not any(found.is_under(name) for name in known)] == []
     users = [found for found in all_imports() if found.is_under(package) and found.unit != "rehearsal"]
     assert [str(found) for found in users if found.unit != "cli"] == []
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_at_start(path: Path) -> set[str]:
+    """The modules of the same unit that a module imports when it is imported."""
+    modules = {module_of(source) for source in sources()}
+    checked = [
+        id(child)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    ]
+    names = [
+        name
+        for node in ast.walk(tree_of(path))
+        if id(node) not in checked
+        for name in imported_names(node, path)
+    ]
+    late = {found.name for found in imports_of(path) if found.in_function}
+    prefixes = {name: [name, name.rpartition(".")[0]] for name in names if name not in late}
+    found = {next((of for of in both if of in modules), "") for both in prefixes.values()}
+    own = f"{PACKAGE}.{unit_of_path(path)}"
+    return {name for name in found if name.startswith(f"{own}.") and name != module_of(path)}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Which of them works depends on who is imported first. Units cannot: imports between them go down."""
+    TopologicalSorter({module_of(path): imported_at_start(path) for path in sources()}).prepare()
 
 
 def test_layers_do_not_know_libraries_above_them() -> None:

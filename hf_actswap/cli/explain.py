@@ -144,8 +144,8 @@ def _explained(
             )
         )
     document = {"layer": scope, "asked": op, "ops": [one.document() for one in ops]}
-    shown = _explanation(scope, found.described(), ops, config.memory.mode)
-    return Answer(lambda: document, lambda: shown)
+    model = found.described()
+    return Answer(lambda: document, lambda: _explanation(scope, model, ops, config.memory.mode))
 
 
 def _scope(text: str, shape: ModelStructure) -> Scope:

@@ -69,8 +69,7 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
         with _stdout_kept_clean():
             found = ask()
     except ActSwapError as error:
-        problems, subject = error.problems, error.subject
-        found = rejected(problems, shown_problems(problems, subject))
+        found = rejected(error.problems, [*shown_problems(error.problems, error.subject)])
     if as_json:
         document = {"command": command, "ok": found.ok, **found.document()}
         write_line(json.dumps(document, indent=1))
@@ -127,7 +126,7 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
-def rejected(problems: Iterable[Problem], shown: Iterable[RenderableType]) -> Answer:
+def rejected(problems: Sequence[Problem], shown: Sequence[RenderableType]) -> Answer:
     """Return the answer of a command that stopped at these problems."""
     return Answer(lambda: {"problems": problems_document(problems)}, lambda: shown, ok=False)
 

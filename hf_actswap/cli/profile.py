@@ -1,10 +1,9 @@
 """``hf-actswap profile``: measures a step of a model on this machine, or computes it from shapes.
 
-Measures real steps of a model on this machine, as the planner records them in warm-up.
-
-Weights and tokens are random: times and bytes do not depend on them, except for experts that tokens are
-routed to. As in training, memory is taken from one step and times from others, because asking the allocator
-after each op takes longer than a small op runs. The time of an op event is the median of the timed steps.
+Steps are recorded as the planner records them in warm-up. Weights and tokens are random: times and bytes do
+not depend on them, except for experts that tokens are routed to. As in training, memory is taken from one
+step and times from others, because asking the allocator after each op takes longer than a small op runs. The
+time of an op event is the median of the timed steps.
 
 `for_all_layers` gives all layers of a model the times of the few that were measured. Bytes are those of the
 whole model's step on fake tensors. A layer that was not measured gets the mean time of the measured layers
@@ -407,8 +406,10 @@ def profile(
             "predicted": prediction_document(unplanned),
             "written_to": output,
         }
-        shown = _shown(found, step, made, measured_layers, costs, unplanned, output)
-        return Answer(lambda: document, lambda: shown)
+        return Answer(
+            lambda: document,
+            lambda: _shown(found, step, made, measured_layers, costs, unplanned, output),
+        )
 
     answer("profile", as_json, ask)
 

@@ -4,7 +4,7 @@
 what                   how
 ====================== ==================================================================================
 who holds what         a mesh (data axis, tensor axis); the model is patched before the optimizer is built
-batches                by data rank
+batches                by data rank; metrics and counts of tokens have each sample once
 wrapping               autocast by Accelerate; DistributedDataParallel over the data axis only, never over
                        the world, where it would overwrite every rank's shards by those of rank 0
 gradients              tagged ones are summed once per optimizer step, when the norm is computed
@@ -14,14 +14,10 @@ norm and clip          of the whole model, the same on every rank
 This module does not depend on the Trainer: `trainer_mixin` and `callback` use it there, `prepare` in other
 loops.
 
-Tells Accelerate that the ranks of a group train on the same batch: data loaders, metrics, token counts.
-
-TRL's fused head, for a head whose vocabulary is divided among the ranks.
-
-TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and then reads the head's
-weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead of logits. A rank that
-holds a part of the weight would get these for a part of the vocabulary only. So TRL's forward is replaced in
-turn by one that computes the same fields from every rank's part of the logits.
+**TRL's fused head.** TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and
+then reads the head's weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead
+of logits. A rank that holds a part of the weight would get these for a part of the vocabulary only. So TRL's
+forward is replaced in turn by one that computes the same fields from every rank's part of the logits.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ ranks.
 
 When a rank dies in the middle of a training, the error on every other rank names it (`rank_agreement`).
 
-The tensor-parallel group: passed, or taken from the enclosing context.
-
-The context variable is the only state of this package that is not an argument. The threads on which autograd
+The group is passed, or taken from the enclosing context (`tensor_parallel_group`). That context variable is
+the only state of this package that is not an argument. The threads on which autograd
 runs a device's backward do not see it: what communicates in backward must keep its group from forward.
 """
 

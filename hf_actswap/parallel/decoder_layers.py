@@ -1,13 +1,11 @@
-"""Divides the layers of a decoder: finds layers and blocks, and handles the modules between the blocks.
+"""Divides the layers of a decoder: the projections of each block, and the modules between the blocks.
+
+Replaced modules keep the names of their parameters, so the names in state dicts do not change.
 
 Outside its blocks a layer has three kinds of modules. Norms, further linear layers and the residual stream
 work token by token: under sequence parallelism on this rank's tokens, so that their parameters are tagged.
 Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. For routed
 experts each rank routes its own tokens, and computes its part of the experts for the tokens of all ranks.
-
-Divides one block of a decoder layer: its projections, the gather of its input, its numbers of heads.
-
-Replaced modules keep the names of their parameters, so the names in state dicts do not change.
 
 **A rank computes a share of a block's output**: it has a part of the features, the row-parallel projection
 multiplies this part, and the ranks' shares are summed. So in backward the gradients of all other parameters

@@ -30,9 +30,7 @@ are errors:
 
 The state is in the hooks: a copied or loaded parameter has neither the hooks nor the state.
 
-Computes the norm of all gradients of a model that is divided among ranks, and clips by it.
-
-Each element of the model counts once, wherever and however often it is held:
+**The norm of all gradients** counts each element of the model once, wherever and however often it is held:
 
 - a parameter with ``tensor_model_parallel = True`` is this rank's shard: its part is summed over the group;
 - with ``replicated_over = r`` as well, r ranks of the group hold this same shard (key and value heads where

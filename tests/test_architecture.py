@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,37 @@ def test_the_rehearsal_stands_alone() -> None:
     assert [str(found) for found in users if found.unit != "cli"] == []
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_at_start(path: Path) -> set[str]:
+    """The modules of the same unit that a module imports when it is imported."""
+    modules = {module_of(source) for source in sources()}
+    checked = [
+        id(child)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    ]
+    names = [
+        name
+        for node in ast.walk(tree_of(path))
+        if id(node) not in checked
+        for name in imported_names(node, path)
+    ]
+    late = {found.name for found in imports_of(path) if found.in_function}
+    prefixes = {name: [name, name.rpartition(".")[0]] for name in names if name not in late}
+    found = {next((of for of in both if of in modules), "") for both in prefixes.values()}
+    own = f"{PACKAGE}.{unit_of_path(path)}"
+    return {name for name in found if name.startswith(f"{own}.") and name != module_of(path)}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Which of them works depends on who is imported first. Units cannot: imports between them go down."""
+    TopologicalSorter({module_of(path): imported_at_start(path) for path in sources()}).prepare()
+
+
 def test_layers_do_not_know_libraries_above_them() -> None:
     wrong = [
         str(found)
@@ -195,8 +227,40 @@ def test_the_guard_itself(importer: str, statement: str, forbidden: bool) -> Non
     assert climbs(found, frozenset().union(*LAYERS)) is forbidden
 
 
+LATE = {"cli/app.py", "cli/plan.py"}
+"""Import what a command needs when it runs: `--help` and wrong options shall not wait seconds for torch."""
+
+
 def test_no_import_of_our_own_inside_a_function() -> None:
-    assert [str(found) for found in all_imports() if found.in_function and found.is_under(PACKAGE)] == []
+    wrong = [
+        str(found)
+        for found in all_imports()
+        if found.in_function
+        and found.is_under(PACKAGE)
+        and str(found.importer.relative_to(ROOT / PACKAGE)) not in LATE
+    ]
+    assert wrong == []
+
+
+IMPORT_BY_TEXT = {"__init__.py", "cli/rehearsal_report.py"}
+"""The public names (PEP 562), and the planner's advice in a report."""
+
+
+def names_ours(call: ast.Call) -> bool:
+    """Whether a call of ``import_module`` names a module of ours, or a relative one."""
+    first = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
+    return isinstance(first, ast.Constant) and str(first.value).startswith((".", PACKAGE))
+
+
+def test_imports_of_our_own_are_not_hidden_in_strings() -> None:
+    found = {
+        str(path.relative_to(ROOT / PACKAGE))
+        for path in sources()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        if names_ours(node)
+    }
+    assert found <= IMPORT_BY_TEXT
 
 
 def test_modules_are_short() -> None:

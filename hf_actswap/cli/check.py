@@ -19,7 +19,7 @@ from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
 from .options import ModelRequest, reject_quantize
-from .output import answer, heading, listed, problems_document, shown_problems
+from .output import Answer, answer, heading, listed, problems_document, shown_problems
 from .plan import Adapters, Quantize, Shard
 from .plan_answer import autocast_of, fate_table, step_table
 from .planned import PLANNED, comparison_steps, costly_fates_note, memory_in_force, planned
@@ -29,7 +29,7 @@ from .subject import AnalysedModel, ModelError, subject, with_tp
 
 @dataclass
 class Checked:
-    """What ``check`` found; fields that a problem left unknown are empty. An `output.Answer`.
+    """What ``check`` found; fields that a problem left unknown are empty.
 
     Args:
         source: the configuration, as the user named it.
@@ -136,7 +136,7 @@ def check(
     asked = ModelRequest(model, dtype, lora, quantize)
     reject_quantize(asked, tp)
 
-    def ask() -> Checked:
+    def ask() -> Answer:
         found = Checked(config, strict)
         if seq is not None:
             found.step = StepShape(
@@ -154,7 +154,7 @@ def check(
                 _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems
-        return found
+        return Answer(found.document, found.shown, found.ok)
 
     answer("check", as_json, ask)
 

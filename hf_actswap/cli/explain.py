@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from ..plan.resolve import RequestedPolicy, requested_policies
 from ..plan.rules import LayerNames
 from . import options
 from .options import ModelRequest
-from .output import answer, heading, listed, size_text
+from .output import Answer, answer, heading, listed, size_text
 from .plan_answer import windows_text
 from .step import StepShape, profile_of, saved_by_op
 from .subject import AnalysedModel, subject, with_tp
@@ -55,56 +55,35 @@ class Explained:
 
     def document(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {
-            "op": self.op_path,
-            "fate": self.fate,
-            "row": None if self.row is None else asdict(self.row),
-            "policies": [asdict(requested) for requested in self.policies],
-            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
-            "alternatives": [asdict(alternative) for alternative in self.alternatives],
-            "saved_bytes": self.saved_bytes,
-        }
+        values = {key: value for key, value in asdict(self).items() if key != "op_path"}
+        return {"op": self.op_path, **values}
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The explanations of all ops that a name matches in a layer. An `output.Answer`."""
-
-    layer: Scope
-    asked: str
-    described: str
-    ops: Sequence[Explained]
-    mode: str
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        return {"layer": self.layer, "asked": self.asked, "ops": [op.document() for op in self.ops]}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        yield f"Model: {self.described}"
-        for op in self.ops:
-            place = f"layer {self.layer}" if isinstance(self.layer, int) else str(self.layer)
-            name = op.op_path or "everything"
-            rest = any(
-                other.op_path != op.op_path and is_below(other.op_path, op.op_path) for other in self.ops
-            )
-            yield heading(f"{place}, {name}{' (but for the ops above)' if rest else ''}: {op.fate}")
-            yield FATES[op.fate]
-            if op.saved_bytes is not None:
-                yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
-            yield from listed([_deciding(op.row, op.op_path, self.mode)])
-            yield heading("Requests that name it, the strongest first")
-            yield from listed(
-                [f"{requested}{_verdict(requested, op)}" for requested in op.policies] or ["none"]
-            )
-            if op.adjustments:
-                yield heading("Requests that were changed, and why")
-                yield from listed(map(str, op.adjustments))
-            if op.alternatives:
-                yield heading("What would change it")
-                yield from listed(map(str, op.alternatives))
+def _explanation(layer: Scope, model: str, ops: Sequence[Explained], mode: str) -> Iterable[RenderableType]:
+    yield f"Model: {model}"
+    for op in ops:
+        place = f"layer {layer}" if isinstance(layer, int) else str(layer)
+        name = op.op_path or "everything"
+        rest = any(other.op_path != op.op_path and is_below(other.op_path, op.op_path) for other in ops)
+        yield heading(f"{place}, {name}{' (but for the ops above)' if rest else ''}: {op.fate}")
+        yield FATES[op.fate]
+        if op.saved_bytes is not None:
+            yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
+        yield from listed([_deciding(op.row, op.op_path, mode)])
+        yield heading("Requests that name it, the strongest first")
+        yield from listed(
+            [
+                f"{requested}{'' if requested.asked == op.fate else f' (not applied: {op.fate})'}"
+                for requested in op.policies
+            ]
+            or ["none"]
+        )
+        if op.adjustments:
+            yield heading("Requests that were changed, and why")
+            yield from listed(map(str, op.adjustments))
+        if op.alternatives:
+            yield heading("What would change it")
+            yield from listed(map(str, op.alternatives))
 
 
 def explain(
@@ -128,7 +107,7 @@ def explain(
 ) -> None:
     """Say why an op of a layer is kept, swapped or recomputed, and what would change it."""
 
-    def ask() -> Explanation:
+    def ask() -> Answer:
         read = with_tp(load_config(config), tp)
         with subject(ModelRequest(model, dtype), read) as found:
             step = None if seq is None else StepShape(batch, seq, "H200", None, "none")
@@ -139,7 +118,7 @@ def explain(
 
 def _explained(
     found: AnalysedModel, config: ActSwapConfig, layer: str, op: str, step: StepShape | None
-) -> Explanation:
+) -> Answer:
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
     asked = _paths(shape, scope, op)
@@ -164,7 +143,9 @@ def _explained(
                 saved_bytes=None if profile is None else saved_by_op(profile, scope, path),
             )
         )
-    return Explanation(scope, op, found.described(), ops, config.memory.mode)
+    document = {"layer": scope, "asked": op, "ops": [one.document() for one in ops]}
+    model = found.described()
+    return Answer(lambda: document, lambda: _explanation(scope, model, ops, config.memory.mode))
 
 
 def _scope(text: str, shape: ModelStructure) -> Scope:
@@ -227,10 +208,6 @@ def _deciding(row: PlanRow | None, path: str, mode: str) -> str:
     when = f", prefetch/release {windows} operators" if windows and windows != "auto" else ""
     when = ", windows chosen from measured times" if windows == "auto" else when
     return f"Decided by the row of {name}: {row.fate}{when}.{around}"
-
-
-def _verdict(requested: RequestedPolicy, op: Explained) -> str:
-    return "" if requested.asked == op.fate else f" (not applied: {op.fate})"
 
 
 @dataclass(frozen=True)

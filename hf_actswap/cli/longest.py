@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
@@ -25,7 +23,7 @@ from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction, Profile
 from ..stream import ChunkedStep, problems_of_model
 from .options import PlanRequest
-from .output import busy, heading, listed, size_text, step_ms_text
+from .output import Answer, busy, heading, listed, size_text, step_ms_text, table_of
 from .plan_answer import ALONE, memory_table, step_shape
 from .plan_summary import assumptions
 from .planned import MemoryParts, memory_in_force, memory_parts
@@ -82,73 +80,7 @@ class Longest:
         }
 
 
-@dataclass(frozen=True)
-class LongestAnswer:
-    """The longest sequence for each way to save memory. An `output.Answer`.
-
-    Args:
-        subject: the model.
-        shape: the step with tiles.
-        budget_bytes: the most device memory of a step.
-        host_limit_bytes: the most host memory; ``None``: as much as is needed.
-        found: results under `TILED`, `SWAPPED` and `CHECKPOINTED`; before them `STREAMED`, if predicted.
-        not_streamed: reasons why streaming is not predicted.
-    """
-
-    subject: AnalysedModel
-    shape: StepShape
-    budget_bytes: int
-    host_limit_bytes: int | None
-    found: Mapping[str, Longest]
-    not_streamed: Sequence[str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether any length fits."""
-        return any(item.tokens for item in self.found.values())
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        return {
-            "model": self.subject.document(),
-            "step": self.shape.document(),
-            "budget_bytes": self.budget_bytes,
-            "host_limit_bytes": self.host_limit_bytes,
-            "longest": {name: item.document() for name, item in self.found.items()},
-            "config": self.found[TILED].config,
-            "not_streamed": list(self.not_streamed),
-            "assumed": list(assumptions(self.subject, self.shape)),
-        }
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        yield f"Model:  {self.subject.described()}"
-        yield f"Step:   {self.shape.described()}"
-        host = "" if self.host_limit_bytes is None else f", {size_text(self.host_limit_bytes)} of host memory"
-        yield f"Budget: {size_text(self.budget_bytes)}{host}"
-        yield heading("Longest sequence, every layer recomputed")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        table.add_column("", overflow="fold")
-        for name in ("Tokens", "Peak", "Host", "Step", "Ended by"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name, item in self.found.items():
-            sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
-            table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)
-        yield table
-        if any(not item.tokens for item in self.found.values()):
-            yield f"0 tokens: not even {UNIT_TOKENS:,} fit; the other numbers of that row are for these."
-        yield heading("At the peak")
-        yield memory_table({name: item.parts for name, item in self.found.items() if item.parts is not None})
-        for name in (STREAMED, TILED):
-            if name in self.found:
-                yield heading(f"Configuration: {name}")
-                yield self.found[name].config
-        yield from (f"Not streamed: {reason}" for reason in self.not_streamed)
-        yield ALONE
-        yield from listed(assumptions(self.subject, self.shape))
-
-
-def answer_longest(asked: PlanRequest) -> LongestAnswer:
+def answer_longest(asked: PlanRequest) -> Answer:
     """Return the answer of ``plan --longest``.
 
     Raises:
@@ -176,7 +108,7 @@ class _Lengths:
         self._profiles: dict[tuple[bool, int], Profile] = {}
         self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]
 
-    def answer(self) -> LongestAnswer:
+    def answer(self) -> Answer:
         texts = {TILED: self._tiled(), SWAPPED: INPUTS_SWAPPED + RECOMPUTED, CHECKPOINTED: RECOMPUTED}
         found = {name: self._longest(text) for name, text in texts.items()}
         reasons = [*self.not_streamed()]
@@ -185,7 +117,50 @@ class _Lengths:
         except ModelError as error:  # some masks cannot be analysed on fake tensors
             reasons = [*map(str, error.problems)]
         shape = replace(self._shape, tokens=found[TILED].tokens)
-        return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, reasons)
+        return Answer(
+            lambda: self._document(shape, found, reasons),
+            lambda: self._shown(shape, found, reasons),
+            ok=any(item.tokens for item in found.values()),
+        )
+
+    def _document(
+        self, shape: StepShape, found: Mapping[str, Longest], not_streamed: Sequence[str]
+    ) -> dict[str, Any]:
+        return {
+            "model": self._found.document(),
+            "step": shape.document(),
+            "budget_bytes": self._budget_bytes,
+            "host_limit_bytes": self._host,
+            "longest": {name: item.document() for name, item in found.items()},
+            "config": found[TILED].config,
+            "not_streamed": list(not_streamed),
+            "assumed": list(assumptions(self._found, shape)),
+        }
+
+    def _shown(
+        self, shape: StepShape, found: Mapping[str, Longest], not_streamed: Sequence[str]
+    ) -> Iterable[RenderableType]:
+        yield f"Model:  {self._found.described()}"
+        yield f"Step:   {shape.described()}"
+        host = "" if self._host is None else f", {size_text(self._host)} of host memory"
+        yield f"Budget: {size_text(self._budget_bytes)}{host}"
+        yield heading("Longest sequence, every layer recomputed")
+        table = table_of("", "Tokens", "Peak", "Host", "Step", "Ended by")
+        for name, item in found.items():
+            sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
+            table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)
+        yield table
+        if any(not item.tokens for item in found.values()):
+            yield f"0 tokens: not even {UNIT_TOKENS:,} fit; the other numbers of that row are for these."
+        yield heading("At the peak")
+        yield memory_table({name: item.parts for name, item in found.items() if item.parts is not None})
+        for name in (STREAMED, TILED):
+            if name in found:
+                yield heading(f"Configuration: {name}")
+                yield found[name].config
+        yield from (f"Not streamed: {reason}" for reason in not_streamed)
+        yield ALONE
+        yield from listed(assumptions(self._found, shape))
 
     def not_streamed(self) -> Iterator[str]:
         """Yield the reasons why a streamed sequence is not predicted."""

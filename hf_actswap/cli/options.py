@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 def tokens(text: str) -> int:
     """Return the number of tokens that an option says, as in ``8192`` or ``8k`` (`tokens_of`)."""
-    return _read(tokens_of, text)
+    return _read(tokens_of, str(text))  # a default comes as it is
 
 
 def size(text: str) -> int:

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from ..errors import ActSwapError, Problem
@@ -32,35 +34,19 @@ _YES = ("1", "ON", "YES", "TRUE")  # as in huggingface_hub, which takes long to 
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
 
 
-class Answer(Protocol):
-    """What a command has to write: as text and tables, or as JSON values."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the exit code is 0: the user's input has no problems."""
-
-    def document(self) -> Document:
-        """Return the fields as JSON values."""
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-
-
 @dataclass(frozen=True)
-class Rejected:
-    """The answer of a command that stopped at these problems. An `Answer`."""
+class Answer:
+    """What a command has to write.
 
-    problems: Sequence[Problem]
-    subject: str
-    ok: bool = False
+    Args:
+        document: returns it as JSON values.
+        shown: yields it as text and tables.
+        ok: whether the exit code is 0: the user's input has no problems.
+    """
 
-    def document(self) -> Document:
-        """Return the fields as JSON values."""
-        return {"problems": problems_document(self.problems)}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        yield from shown_problems(self.problems, self.subject)
+    document: Callable[[], Document]
+    shown: Callable[[], Iterable[RenderableType]]
+    ok: bool = True
 
 
 def write_line(text: str) -> None:
@@ -83,7 +69,7 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
         with _stdout_kept_clean():
             found = ask()
     except ActSwapError as error:
-        found = Rejected(error.problems, error.subject)
+        found = rejected(error.problems, [*shown_problems(error.problems, error.subject)])
     if as_json:
         document = {"command": command, "ok": found.ok, **found.document()}
         write_line(json.dumps(document, indent=1))
@@ -140,6 +126,11 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
+def rejected(problems: Sequence[Problem], shown: Sequence[RenderableType]) -> Answer:
+    """Return the answer of a command that stopped at these problems."""
+    return Answer(lambda: {"problems": problems_document(problems)}, lambda: shown, ok=False)
+
+
 def problems_document(problems: Iterable[Problem]) -> list[dict[str, str]]:
     """Return problems as JSON values."""
     return [asdict(problem) for problem in problems]
@@ -183,6 +174,20 @@ class Bullet:
         for number, line in enumerate(lines):
             line.rstrip()
             yield Text(f"{'  - ' if number == 0 else '    '}{line.plain}")
+
+
+def table_of(label: str, *numbers: str, **settings: Any) -> Table:
+    """Return a table without rows: a column of labels that folds, then columns of numbers.
+
+    Args:
+        label, numbers: headers of the columns.
+        settings: further settings of the table.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, **settings)
+    table.add_column(label, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def size_text(size_bytes: int) -> str:

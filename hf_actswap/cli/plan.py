@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from .options import (
     Sharding,
     reject_quantize,
 )
-from .output import Answer, answer
+from .output import answer
 
 Config = Annotated[
     str | None,
@@ -190,24 +189,15 @@ def plan(
     )
     _reject_combinations(asked, longest)
 
-    def ask() -> Answer:
-        module, name = ("longest", "answer_longest") if longest else ("plan_answer", "answer_plan")
-        found: Answer = getattr(import_module(f".{module}", __package__), name)(asked)
-        return found
-
-    answer("plan", as_json, ask)
+    # These import torch, which takes seconds: options are checked before.
+    if longest:
+        from .longest import answer_longest as ask
+    else:
+        from .plan_answer import answer_plan as ask
+    answer("plan", as_json, lambda: ask(asked))
 
 
 def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
-    """Reject options that exclude each other.
-
-    Args:
-        asked: all options.
-        longest: whether ``--longest`` was given.
-
-    Raises:
-        typer.BadParameter: options exclude each other; it names them and what they can be combined with.
-    """
     model, step = asked.model, asked.step
     if asked.compared and (asked.save is not None or asked.tp is not None):
         raise typer.BadParameter("--compare cannot be combined with --save or --tp")

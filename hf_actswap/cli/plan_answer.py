@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,18 @@ from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
 from .options import PREDICTED, AskedAutocastName, AskedStep, AutocastName, PlanRequest
-from .output import Rejected, folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
+from .output import (
+    Answer,
+    folded_by_layer,
+    heading,
+    listed,
+    problems_document,
+    rejected,
+    shown_problems,
+    size_text,
+    step_ms_text,
+    table_of,
+)
 from .plan_summary import (
     assumptions,
     budget_text,
@@ -47,7 +58,7 @@ from .planned import (
     planned,
 )
 from .profile_file import ProfileFile, read_profile
-from .stages import StagesAnswer, answer_stages
+from .stages import answer_stages
 from .step import StepShape, bytes_by_fate, device_name, prediction_document, ranks_of_a_machine, saved_by_row
 from .subject import subject, with_tp
 
@@ -57,153 +68,104 @@ _OPS = 6
 """The number of ops of a fate that the short table names."""
 
 
-@dataclass(frozen=True)
-class PlanAnswer:
-    """The answer with one plan. An `output.Answer`."""
-
-    found: SearchResult
-    saved_to: str | None
-    full: bool = False
-    windows: bool = False
-    recorded: ProfileFile | None = None
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        found = self.found
-        return {
-            "model": found.subject.document(),
-            "step": found.step.document(),
-            "mode": found.memory.mode,
-            "budget_bytes": found.budget_bytes,
-            "allocatable_bytes": found.allocatable_bytes,
-            "tokens_per_s": verdict_of(found).tokens_per_s,
-            "host_memory": host_need(found).document(),
-            "profile": None if self.recorded is None else self.recorded.path,
-            "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
-            "memory": {name: parts.document() for name, parts in found.parts.items()},
-            "assumed": list(assumptions(found.subject, found.step)),
-            "saved_to": self.saved_to,
-            "chosen_tiles": None if found.chosen_tiles is None else _tile_document(found.chosen_tiles),
-            "plan": json.loads(found.plan.to_json()),
-        }
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        found = self.found
-        ranks = ranks_of_a_machine(found.subject, found.step)
-        fragment_bytes = found.budget_bytes - found.allocatable_bytes
-        budget = budget_text(
-            found.memory, found.budget_bytes, found.profile.device_bytes, ranks, fragment_bytes
-        )
-        yield verdict_of(found).line()
-        yield host_need(found).line()
-        yield f"Model:  {found.subject.described()}"
-        yield f"Step:   {found.step.described()}"
-        yield f"Budget: {budget}; mode {found.memory.mode}"
-        yield heading("Plan")
-        if self.windows:
-            yield fate_table(found.plan, found.profile)
-        elif self.full:
-            yield summary_table(found.plan, found.profile)
-        else:
-            yield short_table(found.plan, found.profile)
-        if found.chosen_tiles is not None:
-            yield heading("Nothing else fits: in tiles")
-            yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
-            yield f"Chosen because {SECOND_CLASS}."
-        yield heading("Predicted")
-        yield step_table(found.steps, found.allocatable_bytes)
-        if any(step.peak_bytes > found.allocatable_bytes for step in found.steps.values()):
-            yield "! above the budget."
-        if found.parts:
-            yield heading("At the peak")
-            yield memory_table(found.parts)
-        yield from costly_fates_note(found.steps)
-        yield ALONE if self.recorded is None else self.recorded.described()
-        yield from listed([*assumptions(found.subject, found.step), *output_note(found)])
-        if self.saved_to is not None:
-            yield f"Written to {self.saved_to}."
-        yield use_line(found, self.saved_to)
+def _document(
+    found: SearchResult, saved_to: str | None = None, recorded: ProfileFile | None = None
+) -> dict[str, Any]:
+    return {
+        "model": found.subject.document(),
+        "step": found.step.document(),
+        "mode": found.memory.mode,
+        "budget_bytes": found.budget_bytes,
+        "allocatable_bytes": found.allocatable_bytes,
+        "tokens_per_s": verdict_of(found).tokens_per_s,
+        "host_memory": host_need(found).document(),
+        "profile": None if recorded is None else recorded.path,
+        "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
+        "memory": {name: parts.document() for name, parts in found.parts.items()},
+        "assumed": list(assumptions(found.subject, found.step)),
+        "saved_to": saved_to,
+        "chosen_tiles": None if found.chosen_tiles is None else _tile_document(found.chosen_tiles),
+        "plan": json.loads(found.plan.to_json()),
+    }
 
 
-@dataclass(frozen=True)
-class DoesNotFit(Rejected):
-    """The answer where no plan fits. An `output.Answer`.
+def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None) -> Iterable[RenderableType]:
+    ranks = ranks_of_a_machine(found.subject, found.step)
+    fragment_bytes = found.budget_bytes - found.allocatable_bytes
+    budget = budget_text(found.memory, found.budget_bytes, found.profile.device_bytes, ranks, fragment_bytes)
+    yield verdict_of(found).line()
+    yield host_need(found).line()
+    yield f"Model:  {found.subject.described()}"
+    yield f"Step:   {found.step.described()}"
+    yield f"Budget: {budget}; mode {found.memory.mode}"
+    yield heading("Plan")
+    yield fates_shown(asked)(found.plan, found.profile)
+    if found.chosen_tiles is not None:
+        yield heading("Nothing else fits: in tiles")
+        yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
+        yield f"Chosen because {SECOND_CLASS}."
+    yield heading("Predicted")
+    yield step_table(found.steps, found.allocatable_bytes)
+    if any(step.peak_bytes > found.allocatable_bytes for step in found.steps.values()):
+        yield "! above the budget."
+    if found.parts:
+        yield heading("At the peak")
+        yield memory_table(found.parts)
+    yield from costly_fates_note(found.steps)
+    yield ALONE if recorded is None else recorded.described()
+    yield from listed([*assumptions(found.subject, found.step), *output_note(found)])
+    if asked.save is not None:
+        yield f"Written to {asked.save}."
+    yield use_line(found, asked.save)
 
-    Args:
-        least_bytes: the least peak that any plan reaches.
-        budget_bytes: the budget; ``None``: it was not computed.
-    """
 
-    least_bytes: int = 0
-    budget_bytes: int | None = None
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        there = "" if self.budget_bytes is None else f", and the budget is {size_text(self.budget_bytes)}"
-        yield f"Does not fit: at least {gib_text(self.least_bytes, math.ceil)} are needed{there}."
-        yield from super().shown()
+def _does_not_fit(error: BudgetError) -> Answer:
+    there = f", and the budget is {size_text(error.budget_bytes)}" if error.budget_bytes else ""
+    needed = f"Does not fit: at least {gib_text(error.least_bytes, math.ceil)} are needed{there}."
+    return rejected(error.problems, [needed, *shown_problems(error.problems, error.subject)])
 
 
-@dataclass(frozen=True)
-class ComparedSizes:
-    """For several numbers of tensor-parallel ranks, a plan or the error. An `output.Answer`."""
-
-    by_tp: Mapping[int, SearchResult | ActSwapError]
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is a plan for at least one number of ranks."""
-        return any(isinstance(found, SearchResult) for found in self.by_tp.values())
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        known = [found for found in self.by_tp.values() if isinstance(found, SearchResult)]
-        if known:
-            yield f"Step:   {known[0].step.described()}"
-            yield f"Budget: {size_text(known[0].budget_bytes)} a rank; mode {known[0].memory.mode}"
-        yield ""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for tp, found in self.by_tp.items():
-            if isinstance(found, SearchResult):
-                step, told = found.prediction, communication_of(found)
-                added_ms = 0.0 if told is None else told.added_ms
-                table.add_row(
-                    str(tp),
-                    size_text(found.steps[NOTHING].peak_bytes),
-                    size_text(step.peak_bytes),
-                    step_ms_text(step.step_ms + added_ms),
-                    "?" if told is None else step_ms_text(added_ms),
-                    size_text(step.swapped_bytes),
-                    size_text(step.recomputed_bytes),
-                )
-            else:
-                table.add_row(str(tp), "", "no plan", "", "", "", "")
-        yield table
-        for tp, found in self.by_tp.items():
-            if isinstance(found, ActSwapError):
-                yield heading(f"tp={tp}")
-                yield from listed(folded_by_layer(map(str, found.problems)))
-        yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
-        if known:
-            yield from listed(assumptions(known[0].subject, known[0].step))
-
-    @staticmethod
-    def _entry(tp: int, found: SearchResult | ActSwapError) -> dict[str, Any]:
+def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[RenderableType]:
+    known = [found for found in by_tp.values() if isinstance(found, SearchResult)]
+    if known:
+        yield f"Step:   {known[0].step.described()}"
+        yield f"Budget: {size_text(known[0].budget_bytes)} a rank; mode {known[0].memory.mode}"
+    yield ""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for tp, found in by_tp.items():
         if isinstance(found, ActSwapError):
-            return {"tp": tp, "problems": problems_document(found.problems)}
-        told = communication_document(communication_of(found))
-        return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
+            table.add_row(str(tp), "", "no plan", "", "", "", "")
+            continue
+        step, told = found.prediction, communication_of(found)
+        added_ms = 0.0 if told is None else told.added_ms
+        table.add_row(
+            str(tp),
+            size_text(found.steps[NOTHING].peak_bytes),
+            size_text(step.peak_bytes),
+            step_ms_text(step.step_ms + added_ms),
+            "?" if told is None else step_ms_text(added_ms),
+            size_text(step.swapped_bytes),
+            size_text(step.recomputed_bytes),
+        )
+    yield table
+    for tp, found in by_tp.items():
+        if isinstance(found, ActSwapError):
+            yield heading(f"tp={tp}")
+            yield from listed(folded_by_layer(map(str, found.problems)))
+    yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
+    if known:
+        yield from listed(assumptions(known[0].subject, known[0].step))
 
 
-def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes | StagesAnswer:
+def _compared_document(tp: int, found: SearchResult | ActSwapError) -> dict[str, Any]:
+    if isinstance(found, ActSwapError):
+        return {"tp": tp, "problems": problems_document(found.problems)}
+    return {"tp": tp, **_document(found), "communication": communication_document(communication_of(found))}
+
+
+def answer_plan(asked: PlanRequest) -> Answer:
     """Return the answer of ``hf-actswap plan``.
 
     Raises:
@@ -217,20 +179,15 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | DoesNotFit | ComparedSizes |
     except BudgetError as error:
         if not error.least_bytes:
             raise
-        return DoesNotFit(
-            error.problems,
-            error.subject,
-            least_bytes=error.least_bytes,
-            budget_bytes=error.budget_bytes or None,
-        )
+        return _does_not_fit(error)
 
 
-def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> PlanAnswer | ComparedSizes | StagesAnswer:
+def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
     """Return the answer for a configuration in which ``--tp`` stands; raises `BudgetError` if none fits."""
     if written.parallel_config.runs_pipeline:
-        table = fate_table if asked.windows else summary_table if asked.full else short_table
         with subject(asked.model, written) as seen:
-            return answer_stages(asked, written, seen, step_shape(asked.step), table)
+            stages = answer_stages(asked, written, seen, step_shape(asked.step), fates_shown(asked))
+            return Answer(stages.document, stages.shown, stages.ok)
     if asked.micro_batches is not None:
         raise PlanError([_NO_PIPELINE], written.source)
 
@@ -249,12 +206,17 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> PlanAnswer | Compa
         return replace(result, host_is_written=said)
 
     if asked.compared:
-        return ComparedSizes({size: _or_why_not(of, size) for size in asked.compared})
+        by_tp = {size: _or_why_not(of, size) for size in asked.compared}
+        return Answer(
+            lambda: {"compare": [_compared_document(tp, found) for tp, found in by_tp.items()]},
+            lambda: _compared(by_tp),
+            ok=any(isinstance(found, SearchResult) for found in by_tp.values()),
+        )
     recorded = None if asked.profile is None else read_profile(asked.profile)
     found = of(asked.tp, recorded)
     if asked.save is not None:
         _write(asked.save, found)
-    return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)
+    return Answer(lambda: _document(found, asked.save, recorded), lambda: _shown(found, asked, recorded))
 
 
 _NO_PIPELINE = Problem(
@@ -287,6 +249,11 @@ def step_shape(asked: AskedStep) -> StepShape:
 def autocast_of(asked: AskedAutocastName | None) -> AutocastName | None:
     """Return the type of mixed precision; not asked for it is TRL's default (``SFTConfig.bf16``)."""
     return None if asked == "none" else asked or "bf16"
+
+
+def fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:
+    """Return the function that makes the table of fates that the options ask for."""
+    return fate_table if asked.windows else summary_table if asked.full else short_table
 
 
 def _tile_document(tiles: TileConfig) -> dict[str, Any]:
@@ -414,10 +381,7 @@ def short_table(plan: MemoryPlan, profile: Profile) -> Table:
 
 def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
     """Return a table of what peaks consist of, with a row for each entry of ``parts``."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("Weights", "Gradients", "States", "Activations", "Decides"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("", "Weights", "Gradients", "States", "Activations", "Decides")
     for name, part in parts.items():
         sizes = (part.weights, part.gradients, part.states, part.activations + part.workspaces)
         table.add_row(name, *map(size_text, sizes), part.decides)
@@ -450,10 +414,7 @@ def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None)
         steps: predictions by the row's name, such as ``recompute all``.
         device_bytes: budget; peaks above it are marked. ``None``: none are marked.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("Peak", "Step", "Kept", "Swapped", "Recomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("", "Peak", "Step", "Kept", "Swapped", "Recomputed")
     for name, step in steps.items():
         over = " !" if device_bytes is not None and step.peak_bytes > device_bytes else ""
         table.add_row(

@@ -88,7 +88,6 @@ class Verdict:
 
 
 def _compared(step: PredictedStep, other: PredictedStep, what: str) -> str:
-    """Return how many more tokens a second ``step`` trains than ``other``."""
     ratio = other.step_ms / step.step_ms if step.step_ms else 1.0
     if abs(ratio - 1) < _SAME_SHARE:
         return f"as fast as {what}"

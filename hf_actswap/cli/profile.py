@@ -1,10 +1,9 @@
 """``hf-actswap profile``: measures a step of a model on this machine, or computes it from shapes.
 
-Measures real steps of a model on this machine, as the planner records them in warm-up.
-
-Weights and tokens are random: times and bytes do not depend on them, except for experts that tokens are
-routed to. As in training, memory is taken from one step and times from others, because asking the allocator
-after each op takes longer than a small op runs. The time of an op event is the median of the timed steps.
+Steps are recorded as the planner records them in warm-up. Weights and tokens are random: times and bytes do
+not depend on them, except for experts that tokens are routed to. As in training, memory is taken from one
+step and times from others, because asking the allocator after each op takes longer than a small op runs. The
+time of an op event is the median of the timed steps.
 
 `for_all_layers` gives all layers of a model the times of the few that were measured. Bytes are those of the
 whole model's step on fake tensors. A layer that was not measured gets the mean time of the measured layers
@@ -22,7 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from torch import nn
@@ -43,7 +41,7 @@ from ..planner.warm_up import with_memory_of
 from ..report import PlannerBar
 from . import options
 from .options import DtypeName, ModelRequest
-from .output import answer, busy, heading, link_text, op_ms_text, size_text, step_ms_text
+from .output import Answer, answer, busy, heading, link_text, op_ms_text, size_text, step_ms_text, table_of
 from .profile_file import write_profile
 from .step import (
     DEFAULT_DEVICE,
@@ -306,73 +304,37 @@ def _device_or_this(text: str) -> str:
     return THIS if text.strip().lower() == THIS else options.device_named(text)
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """A profile. An `output.Answer`.
-
-    Args:
-        subject: the whole model.
-        step: the step that was measured or computed.
-        profile: profile of that step.
-        measured_layers: number of layers that were measured; 0: all is computed from shapes.
-        costs: time and memory of each op.
-        unplanned: prediction of the step without a plan.
-        written_to: path of the file; ``None``: no file was written.
-    """
-
-    subject: AnalysedModel
-    step: StepShape
-    profile: Profile
-    measured_layers: int
-    costs: Sequence[OpCost]
-    unplanned: Prediction
-    written_to: str | None = None
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        profile = self.profile
-        return {
-            "model": self.subject.document(),
-            "step": self.step.document(),
-            "source": profile.source,
-            "measured_layers": self.measured_layers,
-            "device": profile.device,
-            "device_bytes": profile.device_bytes,
-            "link": None if profile.link is None else asdict(profile.link),
-            "outside_ms": profile.outside_ms,
-            "ops": [cost.document() for cost in self.costs],
-            "predicted": prediction_document(self.unplanned),
-            "written_to": self.written_to,
-        }
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        profile, link = self.profile, self.profile.link
-        yield f"Model: {self.subject.described()}"
-        yield f"Step:  {self.step.described()}"
-        yield f"Times: {self._times()}"
-        yield f"Link:  {'copies do not run beside compute' if link is None else link_text(link)}"
-        yield heading("Ops: times in ms, all layers of a line together")
-        yield cost_table(profile, self.costs)
-        yield (
-            "\nSaved: what autograd saves of the op's results. Rebuild: the time that recomputing it adds to "
-            f"backward.{' Copy: to the host, without other copies on the link.' if link else ''}"
-        )
-        step = self.unplanned
-        yield (
-            f"Step without a plan: {step_ms_text(step.step_ms)}, {step_ms_text(profile.outside_ms)} of it "
-            f"outside forward and backward; peak {size_text(step.peak_bytes)}."
-        )
-        if self.written_to is not None:
-            yield f"Written to {self.written_to}; hf-actswap plan --profile reads it."
-
-    def _times(self) -> str:
-        if not self.measured_layers:
-            return "computed from shapes and the device's rates; nothing was measured"
-        layers = len(self.subject.shape.layers)
-        some = f", {self.measured_layers} of {layers} layers" if self.measured_layers < layers else ""
-        return f"measured here, median of {TIMED_STEPS} steps{some}"
+def _shown(
+    found: AnalysedModel,
+    step: StepShape,
+    made: Profile,
+    measured_layers: int,
+    costs: Sequence[OpCost],
+    unplanned: Prediction,
+    written_to: str | None,
+) -> Iterable[RenderableType]:
+    layers = len(found.shape.layers)
+    times = "computed from shapes and the device's rates; nothing was measured"
+    if measured_layers:
+        some = f", {measured_layers} of {layers} layers" if measured_layers < layers else ""
+        times = f"measured here, median of {TIMED_STEPS} steps{some}"
+    link = made.link
+    yield f"Model: {found.described()}"
+    yield f"Step:  {step.described()}"
+    yield f"Times: {times}"
+    yield f"Link:  {'copies do not run beside compute' if link is None else link_text(link)}"
+    yield heading("Ops: times in ms, all layers of a line together")
+    yield cost_table(made, costs)
+    yield (
+        "\nSaved: what autograd saves of the op's results. Rebuild: the time that recomputing it adds to "
+        f"backward.{' Copy: to the host, without other copies on the link.' if link else ''}"
+    )
+    yield (
+        f"Step without a plan: {step_ms_text(unplanned.step_ms)}, {step_ms_text(made.outside_ms)} of it "
+        f"outside forward and backward; peak {size_text(unplanned.peak_bytes)}."
+    )
+    if written_to is not None:
+        yield f"Written to {written_to}; hf-actswap plan --profile reads it."
 
 
 def profile(
@@ -413,7 +375,7 @@ def profile(
 ) -> None:
     """Measure a step op by op, or compute it from shapes, for `plan --profile`."""
 
-    def ask() -> Profiled:
+    def ask() -> Answer:
         here = _device_here(device)
         named = name_of(here) if here is not None else device_name(device)
         step = StepShape(batch, seq, named, autocast, optimizer)
@@ -421,16 +383,33 @@ def profile(
             if here is None:
                 if layers is not None:
                     raise ModelError([_nothing_to_measure(named)])
-                made = _profiled(found, step, _from_shapes(found, step), 0)
+                made, measured_layers = _from_shapes(found, step), 0
             else:
-                made = _measured(found, step, dtype, here, layers)
-        if output is None:
-            return made
-        try:
-            write_profile(output, made.profile, found, step, made.measured_layers)
-        except OSError as error:
-            raise typer.BadParameter(f"{output}: {error.strerror}", param_hint="--output") from error
-        return replace(made, written_to=output)
+                made, measured_layers = _measured(found, step, dtype, here, layers)
+        costs = op_costs(made)
+        unplanned = Simulator(made).predict(MemoryPlan((), made.num_layers, made.family), curve=False)
+        if output is not None:
+            try:
+                write_profile(output, made, found, step, measured_layers)
+            except OSError as error:
+                raise typer.BadParameter(f"{output}: {error.strerror}", param_hint="--output") from error
+        document = {
+            "model": found.document(),
+            "step": step.document(),
+            "source": made.source,
+            "measured_layers": measured_layers,
+            "device": made.device,
+            "device_bytes": made.device_bytes,
+            "link": None if made.link is None else asdict(made.link),
+            "outside_ms": made.outside_ms,
+            "ops": [cost.document() for cost in costs],
+            "predicted": prediction_document(unplanned),
+            "written_to": output,
+        }
+        return Answer(
+            lambda: document,
+            lambda: _shown(found, step, made, measured_layers, costs, unplanned, output),
+        )
 
     answer("profile", as_json, ask)
 
@@ -457,7 +436,7 @@ def _from_shapes(found: AnalysedModel, step: StepShape, workspaces: bool = True)
 
 def _measured(
     whole: AnalysedModel, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
-) -> Profiled:
+) -> tuple[Profile, int]:
     """Measure a step with the first layers, or all; layers that are not measured get the others' times.
 
     Raises:
@@ -472,7 +451,7 @@ def _measured(
     made, weights = _recorded(whole.name, step, dtype, device, None if on_paper is None else layers)
     if on_paper is not None:
         made = for_all_layers(made, on_paper, weights, whole.parameters, _layer_types(whole))
-    return _profiled(whole, step, made, measured_layers)
+    return made, measured_layers
 
 
 def _layer_types(whole: AnalysedModel) -> Sequence[str]:
@@ -516,14 +495,6 @@ def _reject_if_too_large(whole: AnalysedModel, step: StepShape, layers: int) -> 
         expected = f"a step that fits in the {size_text(free)} that are free"
         found = f"{size_text(least)} of weights, gradients and optimizer states"
         raise ModelError([Problem("model", expected, found, _FEWER)])
-
-
-def _profiled(found: AnalysedModel, step: StepShape, made: Profile, measured_layers: int) -> Profiled:
-    return Profiled(found, step, made, measured_layers, op_costs(made), _without_a_plan(made))
-
-
-def _without_a_plan(made: Profile) -> Prediction:
-    return Simulator(made).predict(MemoryPlan((), made.num_layers, made.family), curve=False)
 
 
 @dataclass(frozen=True)
@@ -581,10 +552,8 @@ def op_costs(profile: Profile) -> list[OpCost]:
 
 def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
     """Return the costs as a table, times in ms; it has a column ``Copy`` if copies run beside compute."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    table.add_column("", overflow="fold")
-    for name in ("Forward", "Backward", "Saved", "Rebuild", *(("Copy",) if profile.link else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    copy = ("Copy",) if profile.link else ()
+    table = table_of("", "Forward", "Backward", "Saved", "Rebuild", *copy, collapse_padding=True)
     shown: tuple[int, ...] = ()
     for cost in costs:
         if cost.layers and cost.layers != shown:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from ..config import load_config
 from ..config.documents import JsonDocument, read_text
@@ -15,7 +12,7 @@ from ..config.hub import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import load_plan
 from . import options
-from .output import answer
+from .output import Answer, answer
 
 _EXPECTED = "a configuration; a plan stands beside one: push CONFIG REPO_ID --plan FILE"
 
@@ -24,25 +21,6 @@ class PushError(ActSwapError):
     """Nothing was published."""
 
     subject = "publication"
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """What was published. An `output.Answer`."""
-
-    repo_id: str
-    address: str
-    with_plan: bool
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        return {"repo_id": self.repo_id, "commit": self.address, "with_plan": self.with_plan}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        yield f"Published: {self.address}"
-        yield f'Use it with ActSwapTrainingArguments(actswap="{self.repo_id}").'
 
 
 def push(
@@ -72,7 +50,7 @@ def push(
 ) -> None:
     """Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published."""
 
-    def ask() -> Pushed:
+    def ask() -> Answer:
         _reject_plan(config)
         read = load_config(config)
         if plan is not None:
@@ -90,7 +68,9 @@ def push(
         except OSError as error:
             found = " ".join(str(error).split())
             raise PushError([Problem(repo_id, "a repository that takes it", found)]) from error
-        return Pushed(repo_id, str(address), plan is not None)
+        document = {"repo_id": repo_id, "commit": str(address), "with_plan": plan is not None}
+        use = f'Use it with ActSwapTrainingArguments(actswap="{repo_id}").'
+        return Answer(lambda: document, lambda: [f"Published: {address}", use])
 
     answer("push", as_json, ask)
 

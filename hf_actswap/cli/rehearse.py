@@ -19,7 +19,7 @@ from ..rehearsal import DEVICES, Options, RehearsalError, build, environment
 from ..rehearsal.errors import one_problem
 from ..rehearsal.launch import REPORTS
 from . import options
-from .output import Rejected, busy, error_console
+from .output import busy, error_console, shown_problems
 from .rehearsal_report import Rehearsed, read_reports
 
 _CANNOT_START = 2
@@ -88,7 +88,7 @@ def rehearse(
             code = _run(command, {**environment(asked, built), REPORTS: folder})
             processes = read_reports(Path(folder))
     except RehearsalError as error:
-        for part in Rejected(error.problems, error.subject).shown():
+        for part in shown_problems(error.problems, error.subject):
             errors.print(part)
         raise typer.Exit(_CANNOT_START) from None
     found = Rehearsed(asked, processes, code, advice)

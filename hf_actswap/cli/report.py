@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -16,47 +14,33 @@ from ..plan.actions import format_scopes
 from ..report.run_facts import ComparedQuantity, ms_text, size_text
 from ..report.write_report import WrittenReport, write_report
 from . import options
-from .output import answer
+from .output import Answer, answer, table_of
 
 
-@dataclass(frozen=True)
-class Reported:
-    """The report that was written. An `output.Answer`."""
-
-    report: WrittenReport
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        report = self.report
-        pictures = [str(path) for path in report.pictures]
-        return {"page": str(report.page), "pictures": pictures, **report.facts.document()}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
-        facts = self.report.facts
-        table = Table.grid(padding=(0, 2))
-        table.add_row("steps", str(facts.steps))
-        if facts.step_ms is not None:
-            table.add_row("a step", ms_text(facts.step_ms))
-        if facts.peak_bytes is not None:
-            table.add_row("peak memory", size_text(facts.peak_bytes))
-        if facts.saving is not None and facts.saving.saved_bytes is not None:
-            table.add_row("saved", size_text(facts.saving.saved_bytes))
-        for number, stage in enumerate(facts.stages):
-            peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)
-            table.add_row(f"stage {number}", f"layers {format_scopes(stage.layers)}, peak memory {peak}")
-        table.add_row("swapped a step", size_text(facts.offloaded_bytes))
-        table.add_row("waits a step", ms_text(facts.stall_ms))
-        yield facts.without_steps or table
-        if facts.saving is not None:
-            yield f"\n{facts.saving.in_words()}"
-        if facts.compared:
-            yield ""
-            yield _compared_table(facts.compared)
+def _shown(written: WrittenReport) -> Iterable[RenderableType]:
+    facts = written.facts
+    table = Table.grid(padding=(0, 2))
+    table.add_row("steps", str(facts.steps))
+    if facts.step_ms is not None:
+        table.add_row("a step", ms_text(facts.step_ms))
+    if facts.peak_bytes is not None:
+        table.add_row("peak memory", size_text(facts.peak_bytes))
+    if facts.saving is not None and facts.saving.saved_bytes is not None:
+        table.add_row("saved", size_text(facts.saving.saved_bytes))
+    for number, stage in enumerate(facts.stages):
+        peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)
+        table.add_row(f"stage {number}", f"layers {format_scopes(stage.layers)}, peak memory {peak}")
+    table.add_row("swapped a step", size_text(facts.offloaded_bytes))
+    table.add_row("waits a step", ms_text(facts.stall_ms))
+    yield facts.without_steps or table
+    if facts.saving is not None:
+        yield f"\n{facts.saving.in_words()}"
+    if facts.compared:
         yield ""
-        for path in (self.report.page, *self.report.pictures):
-            yield f"Written: {path}"
+        yield _compared_table(facts.compared)
+    yield ""
+    for path in (written.page, *written.pictures):
+        yield f"Written: {path}"
 
 
 def report(
@@ -77,20 +61,20 @@ def report(
 ) -> None:
     """Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured."""
 
-    def ask() -> Reported:
+    def ask() -> Answer:
         try:
-            return Reported(write_report(run_dir, out, png))
+            written = write_report(run_dir, out, png)
         except OSError as error:
             raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
+        pictures = [str(path) for path in written.pictures]
+        document = {"page": str(written.page), "pictures": pictures, **written.facts.document()}
+        return Answer(lambda: document, lambda: _shown(written))
 
     answer("report", as_json, ask)
 
 
 def _compared_table(compared: Iterable[ComparedQuantity]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("")
-    for name in ("Predicted", "Measured", "Ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("", "Predicted", "Measured", "Ratio")
     for item in compared:
         write = ms_text if item.unit == "ms" else size_text
         values = ("" if value is None else write(value) for value in (item.predicted, item.measured))

@@ -136,8 +136,7 @@ class StagesAnswer:
     """The answer with all stages of a pipeline. An `output.Answer`.
 
     Args:
-        subject: the model.
-        shape: batch, tokens and device of a micro-batch.
+        asker: what was asked for: model, micro-batch, configuration; predicts other layouts.
         parallel: the ``parallel_config`` section.
         layout: which stage holds which layers.
         pipeline: the stages without plans.
@@ -145,13 +144,10 @@ class StagesAnswer:
         searched: whether fates were searched.
         states_moved: whether the optimizer's states are on the host.
         budget_bytes: memory budget of each device; peaks above it are marked.
-        table: function that makes the table of a stage's fates.
-        asker: predicts other layouts.
         paged_bytes: by stage, the optimizer's states that are in pages, which count as host memory.
     """
 
-    subject: AnalysedModel
-    shape: StepShape
+    asker: LayoutPredictor
     parallel: ParallelConfig
     layout: PipelineLayout
     pipeline: Pipeline
@@ -159,8 +155,6 @@ class StagesAnswer:
     searched: bool
     states_moved: bool
     budget_bytes: int
-    table: Any
-    asker: LayoutPredictor
     paged_bytes: tuple[int, ...]
 
     @property
@@ -173,7 +167,7 @@ class StagesAnswer:
         """What the first line says: of the stage that needs most memory, and of all stages' time."""
         layers, family = self.layout.num_layers, self.step.plans[0].family
         keep, everything = MemoryPlan((), layers, family), recompute_everything(layers, family)
-        plans, shape = self.step.plans, self.shape
+        plans, shape = self.step.plans, self.asker.shape
         profile = self.pipeline.stages[0].profile
         free, checkpointed = (_seen(self.pipeline.step(self._by_stage(one))) for one in (keep, everything))
         return Verdict(
@@ -190,7 +184,6 @@ class StagesAnswer:
         )
 
     def _by_stage(self, plan: MemoryPlan) -> list[MemoryPlan]:
-        """Return a plan of the whole model by stage."""
         owned = (self.layout.layers_of(stage) for stage in range(self.layout.pp))
         return [
             replace(plan, rows=tuple(row for row in plan.rows if row.scope in layers)) for layers in owned
@@ -199,16 +192,13 @@ class StagesAnswer:
     @cached_property
     def host_need(self) -> HostNeed:
         """The host memory of a rank and of a machine; a machine has ranks of successive stages."""
-        by_rank = [stage.host_bytes for stage in self.stages for _ in range(self._ranks_of_a_stage)]
-        ranks = ranks_of_a_machine(self.subject, self.shape)
-        machines = [sum(by_rank[first : first + ranks]) for first in range(0, len(by_rank), ranks)]
         asker = self.asker
+        of_a_stage = ranks_of_a_stage(asker.found, asker.shape)
+        by_rank = [stage.host_bytes for stage in self.stages for _ in range(of_a_stage)]
+        ranks = ranks_of_a_machine(asker.found, asker.shape)
+        machines = [sum(by_rank[first : first + ranks]) for first in range(0, len(by_rank), ranks)]
         limit, is_written = asker.memory.host_memory_gib, asker.host_is_written
-        return HostNeed(max(by_rank), ranks, max(machines), limit, is_written, self.shape.device)
-
-    @property
-    def _ranks_of_a_stage(self) -> int:
-        return ranks_of_a_stage(self.subject, self.shape)
+        return HostNeed(max(by_rank), ranks, max(machines), limit, is_written, asker.shape.device)
 
     @cached_property
     def better(self) -> StagesAnswer | None:
@@ -250,15 +240,15 @@ class StagesAnswer:
     def document(self) -> Mapping[str, Any]:
         """Return the fields as JSON values."""
         return {
-            "model": self.subject.document(),
-            "step": self.shape.document(),
+            "model": self.asker.found.document(),
+            "step": self.asker.shape.document(),
             "schedule": self.parallel.schedule,
             "micro_batches": self.pipeline.count,
             "bubble_share": self.bubble,
             "fits": self.ok,
             "tokens_per_s": self.verdict.tokens_per_s,
             "host_memory": self.host_need.document(),
-            "assumed": list(assumptions(self.subject, self.shape)),
+            "assumed": list(assumptions(self.asker.found, self.asker.shape)),
             "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
             "stages": [
@@ -277,12 +267,12 @@ class StagesAnswer:
     def shown(self) -> Iterable[RenderableType]:
         """Yield the text and tables to print."""
         memory, device_bytes = self.asker.memory, self.pipeline.stages[0].profile.device_bytes
-        ranks = ranks_of_a_machine(self.subject, self.shape)
+        ranks = ranks_of_a_machine(self.asker.found, self.asker.shape)
         mode = f"; mode {memory.mode}" if self.searched else ""
         yield self.verdict.line()
         yield self.host_need.line()
-        yield f"Model:    {self.subject.described()}"
-        yield f"Step:     {self.pipeline.count} micro-batches of {self.shape.described()}"
+        yield f"Model:    {self.asker.found.described()}"
+        yield f"Step:     {self.pipeline.count} micro-batches of {self.asker.shape.described()}"
         yield f"Pipeline: {len(self.stages)} stages, {self.parallel.schedule}"
         yield f"Budget:   {budget_text(memory, self.budget_bytes, device_bytes, ranks)}{mode}"
         yield heading("Stages")
@@ -298,16 +288,15 @@ class StagesAnswer:
         for number, stage in enumerate(self.stages):
             if stage.plan.rows:
                 yield heading(f"Stage {number}: a micro-batch")
-                yield self.table(stage.plan, stage.paper.profile)
+                yield self.asker.table(stage.plan, stage.paper.profile)
         yield ""
-        yield from listed([*_notes(self.parallel), *assumptions(self.subject, self.shape)])
+        yield from listed([*_notes(self.parallel), *assumptions(self.asker.found, self.asker.shape)])
         yield self._use_line()
 
     def _use_line(self) -> str:
-        """Return the line that says how to train with these stages."""
         if not self.ok:
             return "To make it fit: `memory: {mode: adaptive}` looks for a plan of each stage."
-        ranks = len(self.stages) * self._ranks_of_a_stage
+        ranks = len(self.stages) * ranks_of_a_stage(self.asker.found, self.asker.shape)
         found = ", where each stage finds its plan by measurement" if self.searched else ""
         return (
             f'To use it: actswap="{self.asker.config.source}" in ActSwapTrainingArguments, with '
@@ -315,7 +304,6 @@ class StagesAnswer:
         )
 
     def _stage_table(self) -> Table:
-        """Return a table with a row for each stage."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table.add_column("Stage", justify="right")
         table.add_column("Layers", overflow="fold")
@@ -440,20 +428,7 @@ class LayoutPredictor:
                 limits = replace(limits, host_bytes=max(limits.host_bytes - max(paged), 0))
             with busy("search"):
                 step = plan_stages(pipeline, plans, limits)
-        return StagesAnswer(
-            self.found,
-            self.shape,
-            parallel,
-            layout,
-            pipeline,
-            step,
-            searched,
-            moved,
-            budget,
-            self.table,
-            self,
-            paged,
-        )
+        return StagesAnswer(self, parallel, layout, pipeline, step, searched, moved, budget, paged)
 
     def _stage(
         self, parallel: ParallelConfig, layout: PipelineLayout, number: int, plan: MemoryPlan

@@ -117,7 +117,6 @@ def _properties(section: Any) -> dict[str, Schema]:
 
 
 def _entries(key: Schema, entry: Any, rule: Any) -> Schema:
-    """Return the schema of a key that holds a list of entries, or a single one."""
     said = documented(rule)
     properties = {name: {**_of(kind), "description": said[name]} for name, kind in types_of(entry).items()}
     one = {

@@ -294,7 +294,6 @@ def _read_log(findings: Findings) -> Any:
 
 
 def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
-    """Read ``stacks``: for each name ``swap_config`` and ``recompute_config``, as in the document itself."""
     found = {}
     for name, rules in findings.mapping(("stacks",), findings.document.get("stacks")).items():
         path: Path = ("stacks", name) if isinstance(name, str | int) else ("stacks",)

@@ -59,16 +59,12 @@ def without_checkpointing_argument(args: TrainingArguments) -> Callable[[], None
 
     TRL's trainers switch it on again after they have generated, if the arguments say so.
     """
-    on = [
-        name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)
-    ]
-
-    def switch(state: bool) -> None:
-        for name in on:
-            setattr(args, name, state)
-
-    switch(False)
-    return functools.partial(switch, True)
+    names = ("activation_checkpointing", "gradient_checkpointing")  # one may answer for the other
+    undo = ExitStack()
+    for name in [name for name in names if getattr(args, name, False)]:
+        undo.callback(setattr, args, name, True)
+        setattr(args, name, False)
+    return undo.close
 
 
 def calling_trainer(callback: TrainerCallback) -> Any:
@@ -306,7 +302,6 @@ class ActSwapCallback(TrainerCallback):
                 self._say_plan(plan)
 
     def _say_plan(self, plan: MemoryPlan) -> None:
-        """Log what will be done, at the start of the training."""
         config, applied = self._config, self.applied
         notes = list(config.notes)
         if not self._shows_all and len(notes) > 1:

@@ -12,11 +12,10 @@ file                            holds
 Random states are read by data rank. If the number of ranks per model has changed, a rank reads the state of
 the first rank that trained on the same part of the data.
 
-Names an optimizer's parameters, and converts its state between whole tensors and this rank's parts.
-
-The state on disk is what PyTorch's optimizer writes of an undivided model: whole tensors, numbered in the
-order of the groups. Any number of ranks can read it, and so can a plain Trainer in one process. Each group
-also has the parameters' names (``param_names``, PyTorch's key): states are matched by name if it is there.
+An optimizer's state on disk is what PyTorch's optimizer writes of an undivided model: whole tensors, numbered
+in the order of the groups. Any number of ranks can read it, and so can a plain Trainer in one process. Each
+group also has the parameters' names (``param_names``, PyTorch's key): states are matched by name if it is
+there.
 """
 
 from __future__ import annotations

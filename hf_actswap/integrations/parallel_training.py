@@ -4,7 +4,7 @@
 what                   how
 ====================== ==================================================================================
 who holds what         a mesh (data axis, tensor axis); the model is patched before the optimizer is built
-batches                by data rank
+batches                by data rank; metrics and counts of tokens have each sample once
 wrapping               autocast by Accelerate; DistributedDataParallel over the data axis only, never over
                        the world, where it would overwrite every rank's shards by those of rank 0
 gradients              tagged ones are summed once per optimizer step, when the norm is computed
@@ -14,14 +14,10 @@ norm and clip          of the whole model, the same on every rank
 This module does not depend on the Trainer: `trainer_mixin` and `callback` use it there, `prepare` in other
 loops.
 
-Tells Accelerate that the ranks of a group train on the same batch: data loaders, metrics, token counts.
-
-TRL's fused head, for a head whose vocabulary is divided among the ranks.
-
-TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and then reads the head's
-weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead of logits. A rank that
-holds a part of the weight would get these for a part of the vocabulary only. So TRL's forward is replaced in
-turn by one that computes the same fields from every rank's part of the logits.
+**TRL's fused head.** TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and
+then reads the head's weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead
+of logits. A rank that holds a part of the weight would get these for a part of the vocabulary only. So TRL's
+forward is replaced in turn by one that computes the same fields from every rank's part of the logits.
 """
 
 from __future__ import annotations
@@ -122,34 +118,28 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     accelerator.gather_for_metrics = gather_for_metrics
 
 
-@contextmanager
-def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
-    """Within the block, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
+def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> AbstractContextManager[None]:
+    """Within it, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
 
     The Trainer of transformers 5.17 reads only this when it counts tokens and scales the loss. It is not set
     for longer, because Accelerate would then prepare, clip and save in its own way.
     """
-    state = accelerator.state
-    before = state.parallelism_config
-    state.parallelism_config = ParallelismConfig(tp_size=tensor_parallel_size)
-    try:
-        yield
-    finally:
-        state.parallelism_config = before
+    declared = ParallelismConfig(tp_size=tensor_parallel_size)
+    return patched_attribute(accelerator.state, "parallelism_config", declared)
 
 
 @contextmanager
 def patched_attribute(of: Any, name: str, answer: Any) -> Iterator[None]:
     """Within the block, the attribute ``name`` (a method or value) of the object ``of`` is ``answer``."""
-    before = vars(of).get(name)
+    held, before = name in vars(of), vars(of).get(name)
     setattr(of, name, answer)
     try:
         yield
     finally:
-        if before is None:
-            delattr(of, name)
-        else:
+        if held:
             setattr(of, name, before)
+        else:
+            delattr(of, name)
 
 
 def _all_tensors(data: Any) -> bool:

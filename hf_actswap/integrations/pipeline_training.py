@@ -414,7 +414,6 @@ class PipelineTraining(DividedTraining):
         return [[name for name in order if name in group] for group in together]
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Return the names of an optimizer's parameters in the whole model."""
         entries = self.staged.entries
         return [
             [entries[name] for name in names] for names in names_of_parameters(self.staged.model, optimizer)

@@ -6,7 +6,6 @@ gathering again in backward (`keep_gathered_inputs`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,10 +21,7 @@ from .layers import SharedInput
 from .mappings import SUMS, Tokens, all_gather, copied, sum_of_shares
 from .random_streams import rank_stream
 from .routed_experts import ParallelExperts
-from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
-
-Change = Callable[[torch.Tensor], torch.Tensor]
-"""Takes an argument or a result, and returns its replacement."""
+from .sequence_region import SEQUENCE_DIM, Change, SequenceRegion, argument_names, with_changed, with_first
 
 
 class GatherHook:
@@ -144,9 +140,7 @@ class WholeBlockHooks:
     def _behind(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if not self._region.is_active:
             return None
-        if isinstance(output, tuple | list):
-            return type(output)((self._own(output[0]), *output[1:]))
-        return self._own(output)
+        return with_first(output, self._own)
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         return own_part(whole, SEQUENCE_DIM, self._region.group)
@@ -167,17 +161,17 @@ class WideNormHooks:
 
     def attach(self, norm: nn.Module) -> None:
         """Put both hooks on the norm."""
-        norm.register_forward_pre_hook(_Before(self._whole))
-        norm.register_forward_hook(_After(self._own))
+        norm.register_forward_pre_hook(self._whole)
+        norm.register_forward_hook(self._own)
 
-    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+    def _whole(self, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         group = self._region.group
-        every = all_gather(own, -1, group, True, self._region.reduce_dtype)
-        if self._replicas == 1:
-            return every
-        return torch.cat(every.chunk(group.size(), -1)[:: self._replicas], -1)
+        every = all_gather(args[0], -1, group, True, self._region.reduce_dtype)
+        if self._replicas > 1:
+            every = torch.cat(every.chunk(group.size(), -1)[:: self._replicas], -1)
+        return (every, *args[1:])
 
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+    def _own(self, _norm: nn.Module, _args: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
         group = self._region.group
         parts = whole.chunk(group.size() // self._replicas, -1)
         return parts[group.rank() // self._replicas]
@@ -216,27 +210,6 @@ def _named(
     yield from kwargs.items()
 
 
-def with_changed(
-    names: Sequence[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    changes: Mapping[str, Change],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with some of them changed, positional or by keyword.
-
-    Args:
-        names: names of the function's parameters.
-        args, kwargs: arguments of the call.
-        changes: argument name -> function that returns the replacement of a tensor.
-    """
-
-    def changed(name: str, value: Any) -> Any:
-        return changes[name](value) if name in changes and isinstance(value, torch.Tensor) else value
-
-    own = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
-    return (*own, *args[len(own) :]), {name: changed(name, value) for name, value in kwargs.items()}
-
-
 class ReduceHook:
     """Hook of a module whose (first) output is this rank's summand ``[B, S, H]``: sums it over the ranks."""
 
@@ -246,9 +219,7 @@ class ReduceHook:
         self._region, self._tokens = region, tokens
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._total(module, output[0]), *output[1:])
-        return self._total(module, output)
+        return with_first(output, lambda share: self._total(module, share))
 
     def _total(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         region = self._region
@@ -325,62 +296,20 @@ class RankStreamHooks:
             ends: modules inside it before which the rank's own random stream ends, because all ranks compute
                 the same from there on.
         """
-        module.register_forward_pre_hook(_Enter(self))
+        module.register_forward_pre_hook(self._enter)
         for end in ends:
-            end.register_forward_pre_hook(_Leave(self))
-        module.register_forward_hook(_Leave(self), always_call=True)
+            end.register_forward_pre_hook(self._leave)
+        module.register_forward_hook(self._leave, always_call=True)  # also if the module failed
 
-    def enter(self, module: nn.Module) -> None:
-        """Begin the rank's own random stream, before the module runs."""
+    def _enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         stack = ExitStack()
         if module.training and self._region.is_active == self._on_parts and not _is_traced():
             stack.enter_context(rank_stream(self._region.group))
         self._open.append(stack)
 
-    def leave(self) -> None:
-        """End the rank's own random stream, after the module ran, also if it failed."""
+    def _leave(self, _module: nn.Module, *_: Any) -> None:
         if self._open:
             self._open.pop().close()
-
-
-class _Enter:
-    part_of_the_model = True
-
-    def __init__(self, hooks: RankStreamHooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
-        self._hooks.enter(module)
-
-
-class _Leave:
-    part_of_the_model = True
-
-    def __init__(self, hooks: RankStreamHooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self, _module: nn.Module, *_: Any) -> None:
-        self._hooks.leave()
-
-
-class _Before:
-    part_of_the_model = True
-
-    def __init__(self, change: Change) -> None:
-        self._change = change
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._change(args[0]), *args[1:])
-
-
-class _After:
-    part_of_the_model = True
-
-    def __init__(self, change: Change) -> None:
-        self._change = change
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return self._change(output)
 
 
 def _is_traced() -> bool:
@@ -406,15 +335,11 @@ def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
     Returns:
         A function that restores the settings.
     """
-    found = [(gather, gather.keep_gathered) for gather in _gathers(layer)]
-    for gather, _ in found:
+    undo = ExitStack()
+    for gather in _gathers(layer):
+        undo.callback(setattr, gather, "keep_gathered", gather.keep_gathered)
         gather.keep_gathered = True
-    return functools.partial(_restore, found)
-
-
-def _restore(found: list[tuple[_Gather, bool]]) -> None:
-    for gather, before in found:
-        gather.keep_gathered = before
+    return undo.close
 
 
 def _gathers(layer: nn.Module) -> Iterator[_Gather]:

@@ -9,9 +9,8 @@ ranks.
 
 When a rank dies in the middle of a training, the error on every other rank names it (`rank_agreement`).
 
-The tensor-parallel group: passed, or taken from the enclosing context.
-
-The context variable is the only state of this package that is not an argument. The threads on which autograd
+The group is passed, or taken from the enclosing context (`tensor_parallel_group`). That context variable is
+the only state of this package that is not an argument. The threads on which autograd
 runs a device's backward do not see it: what communicates in backward must keep its group from forward.
 """
 
@@ -70,12 +69,20 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
 
 def gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the parts of all ranks, joined in order along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``."""
-    return _gather(part, dim, group, False).wait()
+    return begin_gather(part, dim, group, waits=True).wait()
 
 
-def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
-    """Start the gather of `gathered`, without waiting for its result."""
-    return _gather(part, dim, group, True)
+def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, waits: bool = False) -> Pending:
+    """Start the gather of `gathered`; with ``waits`` return when its result is there."""
+    dim %= part.dim()
+    part = part.contiguous()
+    parts = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    work = None
+    if not isinstance(part, FakeTensor):
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
+        work = _run(group, gather, parts, part, group=group, async_op=not waits)
+    stacked = parts.unflatten(0, (group.size(), part.shape[0]))
+    return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part, group)
 
 
 def reduce_scattered(
@@ -86,32 +93,50 @@ def reduce_scattered(
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
-    return _reduce_scatter(whole, dim, group, dtype, False).wait()
+    return begin_reduce_scatter(whole, dim, group, dtype, waits=True).wait()
 
 
 def begin_reduce_scatter(
-    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    whole: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    waits: bool = False,
 ) -> Pending:
     """Start the reduction of `reduce_scattered`; ``whole`` must not be written before the result is there.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
-    return _reduce_scatter(whole, dim, group, dtype, True)
+    _check_divisible(whole, dim, group)
+    whole = whole.to(sum_dtype(whole.dtype, dtype))
+    dim %= whole.dim()
+    parts = whole.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous().flatten(0, 1)
+    part = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
+    work = None
+    if not isinstance(whole, FakeTensor):
+        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        work = _run(group, reduce_scatter, part, parts, group=group, async_op=not waits)
+    return Pending(work, lambda: part, parts, group)
 
 
 def all_reduced(
     tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the sum over all ranks, in `sum_dtype` of ``dtype``; ``tensor`` stays as it is."""
-    return _all_reduce(tensor, group, dtype, False).wait()
+    return begin_all_reduce(tensor, group, dtype, waits=True).wait()
 
 
 def begin_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None, waits: bool = False
 ) -> Pending:
-    """Start the sum of `all_reduced`, without waiting for its result."""
-    return _all_reduce(tensor, group, dtype, True)
+    """Start the sum of `all_reduced`; with ``waits`` return when its result is there."""
+    wide = sum_dtype(tensor.dtype, dtype)
+    total = tensor.to(wide, copy=True, memory_format=torch.contiguous_format)
+    work = None
+    if not isinstance(tensor, FakeTensor):
+        work = _run(group, dist.all_reduce, total, group=group, async_op=not waits)
+    return Pending(work, lambda: total, total, group)
 
 
 def summed_over_replicas(tensor: torch.Tensor, replicas: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -139,44 +164,6 @@ def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
     """
     _check_divisible(whole, dim, group)
     return whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
-
-
-def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool) -> Pending:
-    dim %= part.dim()
-    part = part.contiguous()
-    parts = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
-    work = None
-    if not isinstance(part, FakeTensor):
-        gather = _collective("all_gather_single", "all_gather_into_tensor")
-        work = _run(group, gather, parts, part, group=group, async_op=later)
-    stacked = parts.unflatten(0, (group.size(), part.shape[0]))
-    return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part, group)
-
-
-def _reduce_scatter(
-    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None, later: bool
-) -> Pending:
-    _check_divisible(whole, dim, group)
-    whole = whole.to(sum_dtype(whole.dtype, dtype))
-    dim %= whole.dim()
-    parts = whole.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous().flatten(0, 1)
-    part = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
-    work = None
-    if not isinstance(whole, FakeTensor):
-        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-        work = _run(group, reduce_scatter, part, parts, group=group, async_op=later)
-    return Pending(work, lambda: part, parts, group)
-
-
-def _all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None, later: bool
-) -> Pending:
-    wide = sum_dtype(tensor.dtype, dtype)
-    total = tensor.to(wide, copy=True, memory_format=torch.contiguous_format)
-    work = None
-    if not isinstance(tensor, FakeTensor):
-        work = _run(group, dist.all_reduce, total, group=group, async_op=later)
-    return Pending(work, lambda: total, total, group)
 
 
 def reduce_in_place(

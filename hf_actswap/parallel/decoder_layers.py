@@ -1,13 +1,11 @@
-"""Divides the layers of a decoder: finds layers and blocks, and handles the modules between the blocks.
+"""Divides the layers of a decoder: the projections of each block, and the modules between the blocks.
+
+Replaced modules keep the names of their parameters, so the names in state dicts do not change.
 
 Outside its blocks a layer has three kinds of modules. Norms, further linear layers and the residual stream
 work token by token: under sequence parallelism on this rank's tokens, so that their parameters are tagged.
 Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. For routed
 experts each rank routes its own tokens, and computes its part of the experts for the tokens of all ranks.
-
-Divides one block of a decoder layer: its projections, the gather of its input, its numbers of heads.
-
-Replaced modules keep the names of their parameters, so the names in state dicts do not change.
 
 **A rank computes a share of a block's output**: it has a part of the features, the row-parallel projection
 multiplies this part, and the ranks' shares are summed. So in backward the gradients of all other parameters
@@ -321,7 +319,6 @@ def _share_rest(
 
 
 def _is_adapter_part(module: nn.Module, name: str) -> bool:
-    """Whether a linear layer is inside an adapted projection."""
     parts = name.split(".")
     return any(is_adapted(module.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts)))
 
@@ -365,14 +362,7 @@ def _settings(region: SequenceRegion) -> dict[str, Any]:
 
 
 def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceRegion) -> None:
-    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration.
-
-    Args:
-        module: the attention module.
-        heads: numbers of heads of the whole module, and of ranks.
-        features: number of features of all query heads.
-        region: says where the model's hidden states are parts of the sequence.
-    """
+    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration."""
     counts = {
         "query": (heads.query, heads.own_query),
         "key_value": (heads.key_value, heads.own_key_value),
@@ -542,16 +532,6 @@ def _divide_layer(
     drops: bool,
     seen: set[int],
 ) -> None:
-    """Divide one layer.
-
-    Args:
-        layer: the layer to divide.
-        decoder: the decoder that has it.
-        region: says where the model's hidden states are parts of the sequence.
-        tags: keeps attributes on its parameters.
-        drops: whether the model uses dropout.
-        seen: modules of earlier layers, which this layer may share.
-    """
     blocks, experts = decoder.blocks(layer), experts_of(layer)
     if drops:
         RankStreamHooks(region, on_parts=True).attach(layer)
@@ -570,16 +550,7 @@ def _divide_layer(
 
 @dataclass(frozen=True)
 class _Rest:
-    """The modules of a layer outside its blocks, under sequence parallelism.
-
-    Args:
-        layer: the decoder layer.
-        handled: paths of the divided modules in the layer.
-        seen: modules of earlier layers, which have been handled.
-        family: what is known of the model's family.
-        region: says where the model's hidden states are parts of the sequence.
-        tags: keeps attributes on its parameters.
-    """
+    """The modules of a layer outside its blocks, under sequence parallelism."""
 
     layer: nn.Module
     handled: set[str]
@@ -614,7 +585,6 @@ class _Rest:
 
 
 def _drops(base: nn.Module) -> bool:
-    """Whether any module of the decoder uses dropout in training."""
     return any(
         isinstance(value, float) and value > 0
         for module in base.modules()

@@ -30,9 +30,7 @@ are errors:
 
 The state is in the hooks: a copied or loaded parameter has neither the hooks nor the state.
 
-Computes the norm of all gradients of a model that is divided among ranks, and clips by it.
-
-Each element of the model counts once, wherever and however often it is held:
+**The norm of all gradients** counts each element of the model once, wherever and however often it is held:
 
 - a parameter with ``tensor_model_parallel = True`` is this rank's shard: its part is summed over the group;
 - with ``replicated_over = r`` as well, r ranks of the group hold this same shard (key and value heads where
@@ -345,8 +343,6 @@ def _reject_mixed(parameters: list[torch.Tensor]) -> None:
 
 @dataclass
 class _Part:
-    """This rank's part of one gradient."""
-
     parameter: torch.Tensor
     watch: GradientWatch
 
@@ -550,14 +546,7 @@ def _part(
     group: dist.ProcessGroup,
     zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Return this rank's part for gradients with the same data groups.
-
-    Args:
-        gradients: each with the number of ranks of the group that hold it; 0: all.
-        norm_type: type of the norm.
-        group: tensor-parallel group.
-        zero: scalar with the dtype and device of the result.
-    """
+    """Return this rank's part for gradients with the same data groups."""
     counted = [(found, holders) for found, holders in gradients if holders or group.rank() == 0]
     counted = [(found, holders) for found, holders in counted if found.numel()]
     if not counted:

@@ -8,12 +8,8 @@ the ranks by a function of `mappings`.
 Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
 for any number of ranks.
 
-`ParallelLinear` is their base class: sizes, settings, making of parameters. `SharedInput` gathers one input
-for several column-parallel layers.
-
-The three projections of grouped-query attention in one layer: one gather, replicated kv heads.
-
-An embedding whose table is divided among the ranks.
+`SharedInput` gathers one input for several column-parallel layers; `GQAQKVColumnParallelLinear` is the three
+projections of grouped-query attention with one gather.
 """
 
 from __future__ import annotations

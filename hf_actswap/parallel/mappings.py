@@ -6,13 +6,11 @@ the enclosing `tensor_parallel_group`) and do nothing in a group of one. Unlike 
 in backward too, are right for any sequence dimension, and never write into an argument, with one exception
 that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`.
 
-Named communication functions of the parallel layers, to which a memory plan can give a fate.
-
-A parallel layer communicates in forward only through these functions. A ``TorchFunctionMode`` sees them,
-under the names that they have here, as it sees PyTorch's own functions. So the structure of a model lists
-each beside the op that it belongs to (``input_layernorm.all_gather``), a plan can give its result a fate
-(keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel
-layer.
+A parallel layer communicates in forward only through `all_gather`, `reduce_scatter` and `all_reduce`. A
+``TorchFunctionMode`` sees them, under the names that they have here, as it sees PyTorch's own functions. So
+the structure of a model lists each beside the op that it belongs to (``input_layernorm.all_gather``), a plan
+can give its result a fate (keep it, or communicate again, ``re-gather``), and the engine can carry that out
+without knowing any parallel layer.
 
 The caller passes group and dim: a communication that runs again in backward, on a thread of autograd, cannot
 look for its group in a context variable. None of these functions saves a tensor for backward.

@@ -18,7 +18,7 @@ lets replicas drift apart. `StepGuard` notices both in the model's next forward 
 - after a backward, tagged gradients must be summed before the parameters change: a parameter that was
   changed in between was changed by a step without the sum.
 
-Saves and loads a divided model as a whole state dict, in Hugging Face's names and shapes.
+`Patched` saves and loads the model as a whole state dict, in Hugging Face's names and shapes.
 """
 
 from __future__ import annotations
@@ -325,7 +325,6 @@ def patch_model(
 
 
 def _bare(model: Any) -> Any:
-    """Return the model inside PEFT's wrappers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -1,22 +1,21 @@
-"""Checks that all ranks agree before their first collective, or lets all of them fail with the cause.
+"""Lets ranks agree before their first collective, or fail together with the cause; names ranks that ended.
 
-Ranks with different configurations or models do not fail where they differ: they wait for each other in some
-collective until the backend's timeout, whose error does not name the cause. The same happens to the others
-when one rank fails by itself. So each rank first publishes a few short facts, or that it failed, in the
-key-value store of the process group: this needs no device and no collective, and works with any backend.
-Before the process group exists, it is the store that the launcher provides for starting the group.
+**Agreement.** Ranks with different configurations or models do not fail where they differ: they wait for each
+other in some collective until the backend's timeout, whose error does not name the cause. The same happens to
+the others when one rank fails by itself. So each rank first publishes a few short facts, or that it failed,
+in the key-value store of the process group: this needs no device and no collective, and works with any
+backend. Before the process group exists, it is the store that the launcher provides for starting the group.
 
 There are two rounds. In the first every rank reads the facts of all others; in the second, whether the others
 agreed. Without the second, a rank that comes late would find all facts and continue alone after the others
 have given up.
 
-Names the ranks that have ended when another rank's collective fails.
-
-The backend says only that a connection was closed, by an address, or that a time-out has passed. And not the
-ranks next to the dead one alone see such an error: they end because of it, and their neighbours then see
-theirs end. So a rank with such an error asks, through the key-value store of the process group, which ranks
-are there. Within `LostRanks.named`, where a training runs, a thread of each rank answers, also while the
-rank waits in a collective. Elsewhere a rank answers only if it has such an error itself.
+**Lost ranks.** When another rank's collective fails, the backend says only that a connection was closed, by
+an address, or that a time-out has passed. And not the ranks next to the dead one alone see such an error:
+they end because of it, and their neighbours then see theirs end. So a rank with such an error asks, through
+the key-value store of the process group, which ranks are there. Within `LostRanks.named`, where a training
+runs, a thread of each rank answers, also while the rank waits in a collective. Elsewhere a rank answers only
+if it has such an error itself.
 
 A rank that leaves the block by an exception puts that into the store, so that the others can name the cause.
 """

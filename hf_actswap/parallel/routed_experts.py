@@ -13,8 +13,6 @@ In backward the gradients of routing weights are summed too, since each rank has
 parts of the experts. So a router's gradient is complete for the tokens that the router has seen: its
 parameters carry the tag ``sequence_parallel_enabled`` if it saw a rank's tokens, and no tag if it saw all.
 
-This module also says which routed experts are supported, and how they are divided.
-
 **Products.** The rows of tokens are multiplied with the weights of their experts so that no rows of full
 width are saved. A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each
 expert's lie together. Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its

@@ -20,8 +20,9 @@ that no mask has to be made if none was given. The loss ignores the labels of pa
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,13 +274,15 @@ class BaseExitHook:
             if output is None or current is None:
                 return None
             if isinstance(output, tuple):
-                return (self._hidden(output[0], current), *output[1:])
+                return with_first(output, lambda hidden: self._hidden(hidden, current))
             if getattr(output, "hidden_states", None) is not None:
                 output.hidden_states = tuple(region.whole(h, current.length) for h in output.hidden_states)
             batch = output.last_hidden_state.shape[0]
             output.last_hidden_state = self._hidden(output.last_hidden_state, current)
             if getattr(output, "attentions", None) is not None:
-                output.attentions = self._attentions(output.attentions, current)
+                output.attentions = tuple(
+                    own if own is None else self._all_heads(own, current) for own in output.attentions
+                )
             if getattr(output, "router_logits", None):
                 output.router_logits = region.whole_rows(output.router_logits, batch)
                 if current.padding and not current.masked:
@@ -300,13 +303,8 @@ class BaseExitHook:
             return hidden
         return self._region.whole(hidden, 0 if current.head_gets_padding else current.length)
 
-    def _attentions(
-        self, attentions: Sequence[torch.Tensor | None], current: SequenceForward
-    ) -> tuple[Any, ...]:
-        """Return probabilities of all heads, without padding, from this rank's ``[B, heads / tp, S, S]``."""
-        return tuple(a if a is None else self._all_heads(a, current) for a in attentions)
-
     def _all_heads(self, own: torch.Tensor, current: SequenceForward) -> torch.Tensor:
+        # [B, heads / tp, S, S], with padding
         whole = gather_from_sequence_parallel_region(own, 1, False, self._region.group)
         return whole[:, :, : current.length, : current.length] if current.padding else whole
 
@@ -326,6 +324,38 @@ def cut_masked_rows(output: Any, current: SequenceForward) -> None:
 def argument_names(module: nn.Module) -> list[str]:
     """Return the names of a module's arguments, also while a plan or a library wraps its forward."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Takes an argument or a result, and returns its replacement."""
+
+
+def with_changed(
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changes: Mapping[str, Change],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with some of them changed, positional or by keyword.
+
+    Args:
+        names: names of the function's parameters.
+        args, kwargs: arguments of the call.
+        changes: argument name -> function that returns the replacement of a tensor.
+    """
+
+    def changed(name: str, value: Any) -> Any:
+        return changes[name](value) if name in changes and isinstance(value, torch.Tensor) else value
+
+    own = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
+    return (*own, *args[len(own) :]), {name: changed(name, value) for name, value in kwargs.items()}
+
+
+def with_first(output: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a module's output with its first (or only) tensor changed."""
+    if isinstance(output, tuple | list):
+        return type(output)((change(output[0]), *output[1:]))
+    return change(output)
 
 
 class ScatterHook:
@@ -357,12 +387,10 @@ class ScatterHook:
         dims = dict.fromkeys(self._names, SEQUENCE_DIM)
         if self._first_dim is not None:
             dims[names[0]] = self._first_dim
-        own = [self._own(value, dims.get(name)) for name, value in zip(names, args, strict=False)]
-        return (*own, *args[len(own) :]), {n: self._own(value, dims.get(n)) for n, value in kwargs.items()}
+        changes = {name: functools.partial(self._own, dim) for name, dim in dims.items()}
+        return with_changed(names, args, kwargs, changes)
 
-    def _own(self, value: Any, dim: int | None) -> Any:
-        if dim is None or not isinstance(value, torch.Tensor):
-            return value
+    def _own(self, dim: int, value: torch.Tensor) -> torch.Tensor:
         dim = dim if value.is_floating_point() else -1
         return scatter_to_sequence_parallel_region(value, dim, self._region.group)
 
@@ -379,11 +407,10 @@ class WholeAgainHook:
         region, current = self._region, self._region.current
         if current is None or not region.holds_parts:
             return None
-        is_several = isinstance(output, tuple | list)
-        hidden = output[0] if is_several else output
-        hidden = gather_from_sequence_parallel_region(hidden, SEQUENCE_DIM, False, region.group)
         current.is_cut = False
-        return type(output)((hidden, *output[1:])) if is_several else hidden
+        return with_first(
+            output, lambda own: gather_from_sequence_parallel_region(own, SEQUENCE_DIM, False, region.group)
+        )
 
 
 def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:

@@ -7,19 +7,18 @@ whole vocabulary: gathered at once, or, while the model trains on labels, when t
 If your code needs the head, call it: ``model.lm_head(hidden)`` returns whole logits. Its ``weight`` has only
 this rank's rows, and so has the embedding's; `Patched.full_state_dict` has the whole weights.
 
-While a model trains on labels its loss is computed from each rank's part of the logits, and the whole
-vocabulary on every rank would be the largest tensor of the step. The output must have logits all the same,
-of the shape that everybody expects: a trainer may look at them (TRL computes accuracy and entropy). So the
-output holds a tensor that knows its shape, and gathers at the first operation on it.
+**Logits.** While a model trains on labels its loss is computed from each rank's part of the logits, and the
+whole vocabulary on every rank would be the largest tensor of the step. The output must have logits all the
+same, of the shape that everybody expects: a trainer may look at them (TRL computes accuracy and entropy). So
+the output holds a tensor that knows its shape, and gathers at the first operation on it.
 
 **Every rank of the group must read it, or none**: reading is a collective. Detaching and changing the dtype
 (what Accelerate does to every output) are no reading.
 
-Cross entropy of logits whose vocabulary is split over the ranks: no rank ever holds a whole row of them.
-
-Forward has two all-reduces, of one number per token and then of two (three with label smoothing): the maximum
-first, because every exponential is taken relative to it, then the target's logit, the sum of exponentials
-and the sum of logits in one buffer. NxD and Megatron need three. Backward has no communication.
+**Cross entropy.** No rank ever holds a whole row of logits. Forward has two all-reduces, of one number per
+token and then of two (three with label smoothing): the maximum first, because every exponential is taken
+relative to it, then the target's logit, the sum of exponentials and the sum of logits in one buffer. NxD and
+Megatron need three. Backward has no communication.
 
 Saved for backward are the given logits, in their own dtype, and two numbers per token (maximum and sum of
 exponentials). The softmax is computed again from them: one pass over the shard, bitwise what forward

@@ -3,19 +3,12 @@
 A `Partition` says which part of a full parameter a rank has. It cuts the full tensor when a layer is made or
 loaded, and puts the ranks' parts together again when a model is saved.
 
-Modules that keep attributes on their parameters, and modules that hold parts of full parameters.
-
 Attributes of parameters say which gradients are summed, and how a norm counts a parameter (NxD's contract).
-PyTorch loses them wherever it makes a new parameter object; here the module keeps them.
-
-A module of another library, which keeps its class, can have parameters divided too: see `divide_parameter`.
-
-Keeps NxD's attributes on parameters of modules whose classes do not know them.
-
-Norms and routed experts keep their own classes, which know nothing of NxD's attributes, and PyTorch drops
-attributes wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``, FSDP2).
-So the attributes are kept here by module and name, and set again before each forward; under FSDP2 on the
-shards, which optimizers see.
+PyTorch drops them wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``,
+FSDP2). A `TaggedModule` keeps them itself. Norms and routed experts keep their own classes, which know
+nothing of them, so `ParameterTags` keeps theirs by module and name, and sets them again before each forward;
+under FSDP2 on the shards, which optimizers see. Such a module can have parameters divided too
+(`divide_parameter`).
 """
 
 from __future__ import annotations

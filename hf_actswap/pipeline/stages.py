@@ -150,14 +150,7 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a layer, embedding, norm or head in the model.
-
-    Args:
-        path: path of the module in the model.
-        stage: index of the stage that holds it.
-        children: the submodules of its parent module.
-        original: the module itself.
-    """
+    """The place of a layer, embedding, norm or head in the model."""
 
     path: str
     stage: int

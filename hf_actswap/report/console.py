@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from huggingface_hub.utils import are_progress_bars_disabled
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
 
 from ..engine.stats import gib
 
@@ -27,11 +27,39 @@ def shows_bars(console: Console) -> bool:
     return console.is_terminal and not are_progress_bars_disabled()
 
 
-class BytesBar:
-    """A progress bar of bytes, called with (bytes done, bytes in total): give it to one rank only.
+class Bar:
+    """A line on stderr on a terminal, which disappears at the end; elsewhere nothing is shown.
 
-    On a terminal it is a line on stderr, which disappears when the two are equal; elsewhere nothing is shown.
     It is drawn at each call, not by a thread, so it does not disturb the trainer's own bar.
+
+    Args:
+        console: ``None``: stderr.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._progress: Progress | None = None
+
+    def close(self) -> None:
+        """Remove the line, also before the work is done. Safe to call again."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
+
+    def _draw(
+        self, columns: Sequence[ProgressColumn], what: str, done: int, total: int, left: int = 0
+    ) -> None:
+        if self._progress is None:
+            console = self._console
+            self._progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
+            self._progress.add_task(what, total=total, left=left)
+            self._progress.start()
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=done, total=total, refresh=True, left=left)
+
+
+class BytesBar(Bar):
+    """A progress bar of bytes, called with (bytes done, bytes in total): give it to one rank only.
 
     Args:
         title: text before the bar.
@@ -40,36 +68,16 @@ class BytesBar:
     """
 
     def __init__(self, title: str, console: Console | None = None, shown: bool = True) -> None:
-        self._title, self._console, self._shown = title, console or Console(stderr=True), shown
-        self._progress: Progress | None = None
+        super().__init__(console)
+        self._title, self._shown = title, shown
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Show the progress; when the two are equal, the bar disappears."""
         if self._shown and shows_bars(self._console):
-            self._draw(done_bytes, total_bytes)
+            columns = TextColumn(self._title), BarColumn(), DownloadColumn(binary_units=True)
+            self._draw(columns, "", done_bytes, total_bytes)
         if done_bytes >= total_bytes:
             self.close()
-
-    def close(self) -> None:
-        """Remove the bar, also before the work is done. Safe to call again."""
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            progress.stop()
-
-    def _draw(self, done_bytes: int, total_bytes: int) -> None:
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn(self._title),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-            )
-            self._progress.add_task("", total=total_bytes)
-            self._progress.start()
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=done_bytes, total=total_bytes, refresh=True)
 
 
 class PinningBar(BytesBar):
@@ -96,11 +104,8 @@ class PinningBar(BytesBar):
             logger.info("%.1f GiB of host memory ready after %.1f s.", gib(total_bytes), seconds)
 
 
-class PlannerBar:
+class PlannerBar(Bar):
     """A ``progress`` callback of the planner, which measures and searches: give it to one rank only.
-
-    On a terminal it is a line on stderr, which disappears when the plan is found; elsewhere nothing is
-    shown. It is drawn again after each step, not by a thread, so it does not disturb the trainer's own bar.
 
     Args:
         console: by default stderr.
@@ -108,9 +113,8 @@ class PlannerBar:
     """
 
     def __init__(self, console: Console | None = None, title: str = "planner") -> None:
-        self._console, self._title = console or Console(stderr=True), title
-        self._progress: Progress | None = None
-        self._phase, self._steps = "", 0
+        super().__init__(console)
+        self._title, self._phase, self._steps = title, "", 0
 
     def __call__(self, phase: str, steps_left: int) -> None:
         """Show the progress.
@@ -127,25 +131,10 @@ class PlannerBar:
         if self._progress is None or phase != self._phase:
             self.close()
             self._phase, self._steps = phase, steps_left
-            self._progress = Progress(
-                TextColumn(f"{self._title}: {{task.description}}"),
-                BarColumn(),
-                TextColumn("{task.fields[left]} step(s) left at most"),
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-            )
-            self._progress.add_task(phase, total=max(steps_left, 1), left=steps_left)
-            self._progress.start()
+        left = "{task.fields[left]} step(s) left at most"
+        columns = TextColumn(f"{self._title}: {{task.description}}"), BarColumn(), TextColumn(left)
         done = max(self._steps - steps_left, 0)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=done, left=steps_left, refresh=True)
-
-    def close(self) -> None:
-        """Remove the line. Safe to call again."""
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            progress.stop()
+        self._draw(columns, phase, done, max(self._steps, 1), left=steps_left)
 
 
 @contextmanager

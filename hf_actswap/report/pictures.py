@@ -43,7 +43,6 @@ def _part_boxes(parts: Iterable[ComputePart], y: float, height: float) -> Iterat
 
 
 def _add_parts(chart: Chart, parts: Sequence[ComputePart], y: float, height: float, above: bool) -> None:
-    """Draw the parts of compute, with the number of the layer where it fits."""
     chart.add(_part_boxes(parts, y, height), above)
     left, right = chart.axes.get_xlim()
     coordinates = chart.axes.get_xaxis_transform() if above else "data"

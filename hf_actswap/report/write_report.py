@@ -184,7 +184,6 @@ def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts
 
 
 def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, Chart]]) -> str:
-    """Return the text of the HTML page; ``pictures`` come with their wide drawing."""
     try:
         jinja2: Any = import_module("jinja2")
     except ImportError:
@@ -268,7 +267,6 @@ def _compared_table(compared: Sequence[ComparedQuantity]) -> Table:
 
 
 def _stages_table(run: RecordedRun, facts: RunFacts) -> Table:
-    """Return the table of pipeline stages and the time that equal stages wait; empty without a pipeline."""
     rows = [
         [
             str(number),

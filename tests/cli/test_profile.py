@@ -250,6 +250,12 @@ def test_what_is_not_here_is_not_measured(
     assert run("profile", model, *STEP, "--device", "B200", "-o", model / "no" / "file.json").code == 2
 
 
+def test_a_sequence_has_4096_tokens_where_none_is_said(run: Run, model: Path) -> None:
+    ended = run("profile", model, "--device", "B200", "--layers", "2", "--json")
+    assert ended.code == 1  # of the device that is not here: the step was understood
+    assert ended.document["problems"][0]["where"] == "--layers"
+
+
 def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rejected(_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate too much")

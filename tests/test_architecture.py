@@ -195,6 +195,97 @@ def test_the_guard_itself(importer: str, statement: str, forbidden: bool) -> Non
     assert climbs(found, frozenset().union(*LAYERS)) is forbidden
 
 
+def module_name(path: Path) -> str:
+    """The name under which Python imports a file; a package's is that of its ``__init__.py``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def with_packages(name: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``: what Python runs, in this order, when it imports it."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def run_on_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: not functions, not what only type checkers read."""
+    rest: list[ast.AST] = [*tree.body]
+    while rest:
+        node = rest.pop(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            rest[:0] = node.orelse
+            continue
+        yield node
+        rest[:0] = ast.iter_child_nodes(node)
+
+
+def modules_run_by(path: Path, tree: ast.Module, known: frozenset[str]) -> list[str]:
+    """The modules of ours that importing a file runs first, with the packages that they lie in.
+
+    The file's own packages are running already, and matter only where a name is taken from one of them.
+    """
+    own = module_name(path)
+    found: dict[str, None] = {}
+    for name in (name for node in run_on_import(tree) for name in imported_names(node, path)):
+        targets = [part for part in with_packages(name) if part in known]
+        taken_from = targets[-1:]
+        found.update(dict.fromkeys([part for part in targets if part not in with_packages(own)] + taken_from))
+    return [name for name in found if name != own]
+
+
+def circle_in(imports: dict[str, list[str]]) -> list[str]:
+    """The modules of one circle, first to first again; empty if there is none."""
+    done: set[str] = set()
+
+    def search(trail: list[str]) -> list[str]:
+        for name in imports[trail[-1]]:
+            if name in trail:
+                return [*trail[trail.index(name) :], name]
+            if name not in done and (circle := search([*trail, name])):
+                return circle
+        done.add(trail[-1])
+        return []
+
+    return next((circle for name in imports if name not in done and (circle := search([name]))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Otherwise it may depend on which one is imported first whether the import succeeds."""
+    known = frozenset(map(module_name, sources()))
+    imports = {module_name(path): modules_run_by(path, tree_of(path), known) for path in sources()}
+    assert sum(map(len, imports.values())) > len(known)
+    assert " -> ".join(circle_in(imports)) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "circle"),
+    [
+        ("from .b import two", "from .a import one", ["one.a", "one.b", "one.a"]),
+        ("from . import b", "import hf_actswap.one.a", ["one.a", "one.b", "one.a"]),
+        ("class A:\n    from .b import two", "from .a import one", ["one.a", "one.b", "one.a"]),
+        ("from ..two.c import three", "pass", ["one", "one.a", "two", "one"]),
+        ("from .b import two", "def late():\n    from .a import one", []),
+        ("from .b import two", "if TYPE_CHECKING:\n    from .a import one", []),
+        ("from .b import two", "if typing.TYPE_CHECKING:\n    from .a import one", []),
+        ("from .b import two", "from ..other import three", []),
+    ],
+)
+def test_a_circle_is_found(first: str, second: str, circle: list[str]) -> None:
+    texts = {
+        "one/__init__.py": "from .a import one",
+        "one/a.py": first,
+        "one/b.py": second,
+        "two/__init__.py": "from ..one.b import two",
+        "two/c.py": "",
+        "other.py": "import torch",
+    }
+    files = {ROOT / PACKAGE / name: ast.parse(text) for name, text in texts.items()}
+    known = frozenset(map(module_name, files))
+    found = circle_in({module_name(path): modules_run_by(path, tree, known) for path, tree in files.items()})
+    assert [name.removeprefix(f"{PACKAGE}.") for name in found] == circle
+
+
 def test_no_import_of_our_own_inside_a_function() -> None:
     assert [str(found) for found in all_imports() if found.in_function and found.is_under(PACKAGE)] == []
 

@@ -52,3 +52,22 @@ def test_what_ran_is_recorded_if_the_run_is_ended_from_outside(tmp_path: Path) -
         report: Any = SimpleNamespace(when=when, outcome="passed", passed=True, nodeid="one")
         plugin.pytest_runtest_logreport(report)
     assert json.loads((tmp_path / "record.json").read_text())["one"]["outcome"] == "passed"
+
+
+def test_a_resumed_run_leaves_out_what_is_recorded(tmp_path: Path) -> None:
+    record = {"old": {"outcome": "passed", "why": "", "numbers": ["1.0 ab"], "plans": 1}}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    plugin = PlanOnEveryModel("swap", path)
+    items: Any = [SimpleNamespace(nodeid="old"), SimpleNamespace(nodeid="new")]
+    left_out: list[Any] = []
+    config: Any = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    )
+    plugin.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["new"]
+    assert [item.nodeid for item in left_out] == ["old"]
+    report: Any = SimpleNamespace(when="call", outcome="failed", passed=False, nodeid="new", longrepr="E")
+    plugin.pytest_runtest_logreport(report)
+    plugin.write()
+    assert json.loads(path.read_text()).keys() == {"old", "new"}

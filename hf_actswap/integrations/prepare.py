@@ -104,7 +104,8 @@ def prepare(
             for batch in loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(**batch).loss)
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
         prepared.save_pretrained("out")

@@ -2,7 +2,8 @@
 
 ``pytest -p tests.peers.plan_on_every_model --actswap-plan swap --actswap-record out.json``. A model that a
 Trainer trains gets the plan by a callback. Any other model gets it in its first call with gradients, by
-`hf_actswap.apply`; it gets another one if modules were added or replaced since (adapters).
+`hf_actswap.apply`; it gets another one if modules were added or replaced since (adapters), or if gradient
+checkpointing was switched on or off, beside which a plan must not recompute.
 
 A model without a plan has its key-value cache switched off, as one with a plan has. With a cache, T5 and
 GPT-J lay their keys out otherwise and round otherwise (docs/reference.md).
@@ -96,6 +97,10 @@ def _switch_cache_off(model: nn.Module) -> None:
                 part.use_cache = False
 
 
+def _checkpointed(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 class PlanOnEveryModel:
     """The plugin's state: the plan, the models that have one, and the numbers of the test that runs."""
 
@@ -115,8 +120,7 @@ class PlanOnEveryModel:
 
     def plan_for(self, model: nn.Module) -> Any:
         """Return the plan, without its recomputation where the model is checkpointed: both are an error."""
-        checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        if isinstance(self.plan, dict) and checkpointed:
+        if isinstance(self.plan, dict) and _checkpointed(model):
             return {key: value for key, value in self.plan.items() if key != "recompute_config"}
         return self.plan
 
@@ -124,7 +128,7 @@ class PlanOnEveryModel:
         """Give a model that is called with gradients its plan."""
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             return
-        modules = tuple(id(module) for module in model.modules())
+        modules = (_checkpointed(model), *(id(module) for module in model.modules()))
         known, applied = self._models.get(model, ((), None))
         if known == modules:
             return

@@ -46,6 +46,21 @@ def test_the_numbers_without_a_plan_are_those_of_a_run_without_a_cache(
     assert numbers_of(plan, tmp_path, monkeypatch) == without
 
 
+def test_checkpointing_that_is_switched_on_later_gets_a_plan_without_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = PlanOnEveryModel("mix", tmp_path / "record.json")
+    gptj = GPTJForCausalLM(GPTJConfig(vocab_size=60, n_embd=32, n_layer=2, n_head=4, rotary_dim=4))
+    monkeypatch.setattr(GPTJForCausalLM, "__call__", plugin.wrap_call(GPTJForCausalLM))
+    ids = torch.tensor([[1, 2, 1]])
+    for switch in (gptj.train, gptj.gradient_checkpointing_enable, gptj.gradient_checkpointing_disable):
+        switch()
+        gptj(input_ids=ids, labels=ids).loss.backward()
+    assert plugin.plans_applied == 3
+    for _, applied in plugin._models.values():
+        applied.remove()
+
+
 def test_what_ran_is_recorded_if_the_run_is_ended_from_outside(tmp_path: Path) -> None:
     plugin = PlanOnEveryModel("none", tmp_path / "record.json")
     for when in ("setup", "call", "teardown"):

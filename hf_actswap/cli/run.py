@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ActSwapError
-from ..integrations.environment import VARIABLE, act_on_environment
+from ..integrations.environment import OFF, VARIABLE, act_on_environment
 from ..plan import load_config_or_plan
 
 
@@ -23,19 +23,22 @@ def run(
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
     ] = None,
     actswap: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--actswap",
             envvar=VARIABLE,
             metavar="WHAT",
-            help="auto, a file of YAML or of a plan, a folder, a Hub id, or inline JSON.",
+            help="auto (the default), off, a file of YAML or of a plan, a folder, a Hub id, or inline JSON.",
         ),
-    ] = "auto",
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
 ) -> None:
     """Run a training script that you do not own with a plan: its Trainers get what HF_ACTSWAP says."""
+    if actswap is None:  # typer takes an empty variable for an absent one
+        actswap = OFF if VARIABLE in os.environ else "auto"
     try:
-        load_config_or_plan(actswap)
+        if actswap != OFF:
+            load_config_or_plan(actswap)
     except ActSwapError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -5,6 +5,7 @@ It is made from the configuration behind a Hub id, a folder or a ``config.json``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -208,7 +209,8 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        with device:
+        with device, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT reads deprecated names of transformers
             adapted: nn.Module = get_peft_model(model, settings)
     except Exception as error:  # PEFT raises ValueError, KeyError, ... for names that are not there
         hint = "Name the modules: --lora r=16,targets=all-linear."

@@ -19,6 +19,9 @@ from .callback import ActSwapCallback, ArgumentsCallback
 VARIABLE = "HF_ACTSWAP"
 """Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
 
+OFF = "off"
+"""The value for no plan; an empty one means the same."""
+
 
 class EnvironmentCallback(ArgumentsCallback):
     """Applies `VARIABLE`, unless the arguments say something themselves or a callback was given."""
@@ -26,7 +29,8 @@ class EnvironmentCallback(ArgumentsCallback):
     _named = VARIABLE
 
     def _asked_by(self, args: TrainingArguments) -> Any:
-        return os.environ.get(VARIABLE) or None
+        asked = os.environ.get(VARIABLE)
+        return None if asked == OFF else asked or None
 
     def _gives_way_to(self, other: TrainerCallback, args: TrainingArguments) -> bool:
         if isinstance(other, ArgumentsCallback):

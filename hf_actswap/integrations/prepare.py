@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..config import ActSwapConfig
 from ..engine import AppliedPlan
 from ..errors import Problem, short_traceback
 from ..parallel import tensor_parallel_group
-from ..parallel.rank_agreement import failing_together
+from ..parallel.rank_agreement import LostRanks, failing_together
 from ..pipeline import PipelineError
 from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
@@ -42,6 +43,15 @@ class Prepared:
     parallel: ParallelTraining | None
     _bare: Any
     _accelerator: Any
+
+    def naming_lost_ranks(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block for the loop: its errors of collectives name the ranks that have ended.
+
+        Of collectives of any library: DDP's and Accelerate's too. All ranks must enter it, for within it each
+        rank has a thread that answers the others, also while the rank waits. With one process it does
+        nothing. The errors are `hf_actswap.parallel.LostRankError`.
+        """
+        return (LostRanks() if self.parallel is None else self.parallel.lost_ranks).named()
 
     def save_pretrained(self, folder: str, **how: Any) -> None:
         """Save the whole model in Hugging Face's format. Every rank must call it; the main process writes."""
@@ -90,12 +100,14 @@ def prepare(
         prepared = hf_actswap.prepare(accelerator, model, "config.yaml", optimizer)
         model, optimizer = prepared.model, prepared.optimizer
         loader = accelerator.prepare(loader)
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        with prepared.naming_lost_ranks():
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
         prepared.save_pretrained("out")
 
     ``accelerator.save_state`` would write rank 0's part: it raises, and so does ``load_state``. An

@@ -44,7 +44,7 @@ from .mappings import (
 from .mesh import MeshError, ParallelMesh, build_mesh
 from .patch_model import Patched, PatchError, patch_model
 from .random_streams import model_parallel_seed, rank_stream
-from .rank_agreement import RankAgreementError, check_agreement
+from .rank_agreement import LostRankError, LostRanks, RankAgreementError, check_agreement
 from .vocabulary import from_parallel_logits_to_logprobs, parallel_causal_lm_loss, parallel_cross_entropy
 from .weights import Partition
 
@@ -53,6 +53,8 @@ __all__ = [
     "GQAQKVColumnParallelLinear",
     "InputSettings",
     "LayerNorm",
+    "LostRankError",
+    "LostRanks",
     "MeshError",
     "MixedGradientError",
     "ParallelEmbedding",

@@ -321,8 +321,8 @@ def _parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
 _WHAT_TO_DO = {
     GradientState.MIXED: (
         "were accumulated onto gradients that had been summed over the tensor-parallel ranks already. Sum "
-        "once, after the last micro-batch, and call optimizer.zero_grad(set_to_none=True) before the next "
-        "step's first backward"
+        "once, after the last micro-batch (with Accelerate: clip only `if accelerator.sync_gradients`), and "
+        "call optimizer.zero_grad(set_to_none=True) before the next step's first backward"
     ),
     GradientState.REPLACED: (
         "were assigned in place of gradients that had been summed over the tensor-parallel ranks: they may "

@@ -305,6 +305,10 @@ _SIGNS = (
 
 _KEY = "hf_actswap/lost"
 _NOTICED = "has noticed that another rank is lost"
+_NO_BLOCK = (
+    "Only the ranks of this collective were asked, and one that waits for something else gives no sign: in "
+    "`with prepared.naming_lost_ranks():` around the loop all are asked, and all that are there answer."
+)
 
 
 class LostRankError(RuntimeError):
@@ -368,6 +372,7 @@ def _who(ranks: list[int]) -> str:
     ]
     if silent := [f"rank {rank}" for rank in keys if rank not in present and not states.get(rank)]:
         said.append(f"No sign within {ANSWER_LIMIT_S:g} s of: {', '.join(silent)}.")
+        said += [_NO_BLOCK] if own not in states else []
     found = " ".join(said)
     store.set(f"{_KEY}/{number}/found", found)
     readers = {rank: f"{_KEY}/{number}/read/{rank}" for rank in present if rank in states and rank != own}

@@ -164,6 +164,14 @@ def test_adapters_alone_are_trained(at_peak: Any) -> None:
     assert at_peak("--lora", "r=8,targets=o_proj+up_proj")[1]["model"]["trained"] == 4 * 8 * (64 + 80)
 
 
+def test_no_warning_of_a_deprecation_inside_of_peft(
+    run: Run, tiny: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip("peft")
+    assert run("plan", tiny, *STEP, "--lora", "r=8").code == 0
+    assert [str(found.message) for found in recwarn if found.category is FutureWarning] == []
+
+
 def test_a_quantised_base(at_peak: Any) -> None:
     """Linear layers of n weights: NF4 n / 2 + n / 64 + 4 for each 256 x 64; int8 n + 4 a row."""
     pytest.importorskip("peft")

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments
 from transformers import trainer as transformers_trainer
+from typer.testing import CliRunner
 
 from hf_actswap import ActSwapCallback
+from hf_actswap.cli.app import app
 from hf_actswap.integrations.environment import VARIABLE, EnvironmentCallback, act_on_environment
 
 from .conftest import CASE_2, CASE_4, SHORT_ON_CPU, Tokens, losses, tiny_llama
@@ -56,6 +58,38 @@ def test_a_stock_trainer_gets_the_plan(environment: pytest.MonkeyPatch, tmp_path
     plain.train()
     assert saved(plain) == []
     assert losses(plain) == losses(trainer)
+
+
+@pytest.mark.parametrize("value", ["off", ""])
+def test_off_is_no_plan(value: str, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv(VARIABLE, value)
+    plain = stock(tmp_path)
+    plain.train()
+    assert saved(plain) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "found"),
+    [
+        (["--actswap", "off"], None, "off"),
+        (["--actswap", "off"], "auto", "off"),
+        (["--actswap", "auto"], "off", "auto"),
+        ([], "off", "off"),
+        ([], "", "off"),
+        ([], None, "auto"),
+    ],
+)
+def test_run_leaves_the_script_what_was_asked_for(
+    words: list[str], variable: str | None, found: str, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nprint('asked for', os.environ['{VARIABLE}'])\n")
+    environment.delenv(VARIABLE)
+    if variable is not None:
+        environment.setenv(VARIABLE, variable)
+    ended = CliRunner().invoke(app, ["run", *words, str(script)])
+    assert ended.exit_code == 0, ended.output
+    assert f"asked for {found}\n" in ended.output
 
 
 def test_what_the_script_says_itself_comes_first(
@@ -114,10 +148,6 @@ def test_a_script_is_run_as_it_is(tmp_path: Path, repository: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_the_script_runs(words: list[str], said: str, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from hf_actswap.cli.app import app
-
     ended = CliRunner().invoke(app, ["run", *words])
     assert ended.exit_code in (1, 2)
     assert said in ended.output

@@ -150,7 +150,8 @@ def test_main_gradients(folder: Path) -> None:
 def test_mistakes_are_told(folder: Path) -> None:
     mixed = (
         "MixedGradientError: 2 gradients (the first of shape [6]) were accumulated onto gradients that had "
-        "been summed over the tensor-parallel ranks already. Sum once"
+        "been summed over the tensor-parallel ranks already. Sum once, after the last micro-batch (with "
+        "Accelerate: clip only `if accelerator.sync_gradients`)"
     )
     waiting = "UnsummedGradientError: the gradients of 2 tagged parameters (of 2) are this rank's part only."
     for found in by_rank(folder, "mistakes")[0]:

@@ -2,14 +2,15 @@
 
 ``pytest -p tests.peers.plan_on_every_model --actswap-plan swap --actswap-record out.json``. A model that a
 Trainer trains gets the plan by a callback. Any other model gets it in its first call with gradients, by
-`hf_actswap.apply`; it gets another one if modules were added or replaced since (adapters).
+`hf_actswap.apply`; it gets another one if modules were added or replaced since (adapters), or if gradient
+checkpointing was switched on or off, beside which a plan must not recompute.
 
 A model without a plan has its key-value cache switched off, as one with a plan has. With a cache, T5 and
 GPT-J lay their keys out otherwise and round otherwise (docs/reference.md).
 
 The record holds, for each test, its outcome and the losses and a digest of the gradients after every
 backward. Runs with a plan and without are compared by it: a test of those projects often asks only that
-gradients exist.
+gradients exist. A test that the record file has already is not run again.
 """
 
 from __future__ import annotations
@@ -96,13 +97,19 @@ def _switch_cache_off(model: nn.Module) -> None:
                 part.use_cache = False
 
 
+def _checkpointed(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 class PlanOnEveryModel:
     """The plugin's state: the plan, the models that have one, and the numbers of the test that runs."""
 
     def __init__(self, plan: str, record: Path) -> None:
         self.plan, self.record_path = PLANS[plan], record
         self.name = plan
-        self.tests: dict[str, dict[str, Any]] = {}
+        self.tests: dict[str, dict[str, Any]] = (
+            json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        )
         self.numbers: list[str] = []
         self.plans_applied = 0
         self.depth = 0
@@ -113,8 +120,7 @@ class PlanOnEveryModel:
 
     def plan_for(self, model: nn.Module) -> Any:
         """Return the plan, without its recomputation where the model is checkpointed: both are an error."""
-        checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        if isinstance(self.plan, dict) and checkpointed:
+        if isinstance(self.plan, dict) and _checkpointed(model):
             return {key: value for key, value in self.plan.items() if key != "recompute_config"}
         return self.plan
 
@@ -122,7 +128,7 @@ class PlanOnEveryModel:
         """Give a model that is called with gradients its plan."""
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             return
-        modules = tuple(id(module) for module in model.modules())
+        modules = (_checkpointed(model), *(id(module) for module in model.modules()))
         known, applied = self._models.get(model, ((), None))
         if known == modules:
             return
@@ -219,6 +225,13 @@ class PlanOnEveryModel:
         if file_path.suffix == ".py":
             for path in sorted(file_path.parent.glob("*.py")):
                 _let_imports_pass(path)
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        recorded = [item for item in items if item.nodeid in self.tests]
+        if recorded:
+            items[:] = [item for item in items if item.nodeid not in self.tests]
+            config.hook.pytest_deselected(items=recorded)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:

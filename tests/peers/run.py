@@ -2,6 +2,7 @@
 
     python tests/peers/run.py                       # everything: an hour or more on two cores
     python tests/peers/run.py --project trl --plans swap mix --only "sft and not vlm"
+    python tests/peers/run.py --resume              # after a run that was ended: what has no record yet
 
 The tests come from source distributions on the package index: PEFT's of the installed version, TRL's of the
 last version whose archive has them (tests of what TRL has dropped since fail without a plan too, and are
@@ -143,6 +144,9 @@ def main() -> None:
     parser.add_argument("--plans", nargs="*", choices=PLANS, default=list(PLANS))
     parser.add_argument("--only", help="pytest's -k, in place of the project's own selection")
     parser.add_argument("--trl-tests", type=Path, help="the tests folder of a checkout of TRL")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the records in --work and run the tests that they lack"
+    )
     asked = parser.parse_args()
     work: Path = asked.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -163,7 +167,8 @@ def main() -> None:
         records = {}
         for plan in ("none", *asked.plans):
             path = work / f"{project.name}_{plan}.json"
-            path.unlink(missing_ok=True)
+            if not asked.resume:
+                path.unlink(missing_ok=True)
             run_tests(project, plan, only, tests, hub, path)
             records[plan] = json.loads(path.read_text(encoding="utf-8"))
             found = compare(records["none"], records[plan])

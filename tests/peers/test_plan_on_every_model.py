@@ -46,9 +46,43 @@ def test_the_numbers_without_a_plan_are_those_of_a_run_without_a_cache(
     assert numbers_of(plan, tmp_path, monkeypatch) == without
 
 
+def test_checkpointing_that_is_switched_on_later_gets_a_plan_without_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = PlanOnEveryModel("mix", tmp_path / "record.json")
+    gptj = GPTJForCausalLM(GPTJConfig(vocab_size=60, n_embd=32, n_layer=2, n_head=4, rotary_dim=4))
+    monkeypatch.setattr(GPTJForCausalLM, "__call__", plugin.wrap_call(GPTJForCausalLM))
+    ids = torch.tensor([[1, 2, 1]])
+    for switch in (gptj.train, gptj.gradient_checkpointing_enable, gptj.gradient_checkpointing_disable):
+        switch()
+        gptj(input_ids=ids, labels=ids).loss.backward()
+    assert plugin.plans_applied == 3
+    for _, applied in plugin._models.values():
+        applied.remove()
+
+
 def test_what_ran_is_recorded_if_the_run_is_ended_from_outside(tmp_path: Path) -> None:
     plugin = PlanOnEveryModel("none", tmp_path / "record.json")
     for when in ("setup", "call", "teardown"):
         report: Any = SimpleNamespace(when=when, outcome="passed", passed=True, nodeid="one")
         plugin.pytest_runtest_logreport(report)
     assert json.loads((tmp_path / "record.json").read_text())["one"]["outcome"] == "passed"
+
+
+def test_a_resumed_run_leaves_out_what_is_recorded(tmp_path: Path) -> None:
+    record = {"old": {"outcome": "passed", "why": "", "numbers": ["1.0 ab"], "plans": 1}}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    plugin = PlanOnEveryModel("swap", path)
+    items: Any = [SimpleNamespace(nodeid="old"), SimpleNamespace(nodeid="new")]
+    left_out: list[Any] = []
+    config: Any = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    )
+    plugin.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["new"]
+    assert [item.nodeid for item in left_out] == ["old"]
+    report: Any = SimpleNamespace(when="call", outcome="failed", passed=False, nodeid="new", longrepr="E")
+    plugin.pytest_runtest_logreport(report)
+    plugin.write()
+    assert json.loads(path.read_text()).keys() == {"old", "new"}

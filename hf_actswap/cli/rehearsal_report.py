@@ -209,8 +209,9 @@ _LEAST_SHARE = 0.01
 _FULL = 0.9
 """Above this share of the device's memory the report says what would take less."""
 _CANNOT_KNOW = (
-    "Values of large tensors were not computed: losses mean nothing, and control flow that reads them may "
-    "differ on a GPU. Kernels' code (some 100 MiB) is not counted, nor are ranks that share a device."
+    "Values of large tensors were not computed: losses mean nothing, saved files hold no trained weights, "
+    "and control flow that reads values may differ on a GPU. Kernels' code (some 100 MiB) is not counted, "
+    "nor are ranks that share a device."
 )
 
 

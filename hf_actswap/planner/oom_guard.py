@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine.hook_wrappers import Undo, replace_call, replace_forward
 from ..engine.stats import gib_text
+from ..errors import ActSwapError, Problem
 from ..plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..plan.wrappers import is_compiled, uncompiled
 from .meter import Meter, runs_its_own_dispatch
@@ -61,14 +62,34 @@ class Failure:
     """What an out-of-memory error says.
 
     Args:
-        kind: class of the error.
         text: the first line of its text.
         wanted_bytes: bytes that were asked for; ``None``: the error does not say.
     """
 
-    kind: type[RuntimeError]
     text: str
     wanted_bytes: int | None
+
+
+class DeviceMemoryError(torch.OutOfMemoryError, ActSwapError):
+    """Device memory ran out, and nothing that the planner can do helps: its text says what would.
+
+    It is an out-of-memory error of PyTorch too, whatever ran out of memory: handlers of those see it.
+
+    Args:
+        text: what happened and what would help, with the text of the original error.
+        may_run_again: whether a larger part of the step might be run again.
+    """
+
+    subject = "device memory"
+
+    def __init__(self, text: str, may_run_again: bool = True) -> None:
+        RuntimeError.__init__(self, text)
+        self.may_run_again = may_run_again
+        self.problems = (Problem("device memory", "enough for the step", "too little", text),)
+        self.source = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.may_run_again)
 
 
 def attempt(
@@ -93,8 +114,8 @@ def failure_of(error: BaseException) -> Failure | None:
         return None
     wanted = _WANTED.search(text)
     if wanted is None:
-        return Failure(type(error), text, None)
-    return Failure(type(error), text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))
+        return Failure(text, None)
+    return Failure(text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))
 
 
 class RandomStates:
@@ -401,27 +422,40 @@ class OomGuard(TorchDispatchMode):
 
     def _tidy(self, first: bool) -> None:
         """Empty the allocator's cache if much of it is unused: fragments may be in the way."""
-        if first and self._device.type != "cpu":
-            reserved_bytes = torch.accelerator.memory_reserved(self._device)
-            if self._meter.allocated_bytes() < 0.8 * reserved_bytes:
-                torch.accelerator.empty_cache()
+        if first and self._meter.allocated_bytes() < 0.8 * self._reserved_bytes():
+            torch.accelerator.empty_cache()
 
     def _note(self, name: str, what: str) -> None:
         self.ops[name] += 1
         logger.debug("%s %s; %d bytes evicted so far", what, name, self.evicted_bytes)
 
-    def _error(self, name: str, failure: Failure, why: str) -> RuntimeError:
-        """Return an error of the original kind, whose text names the memory needed and why nothing helped."""
+    def _error(self, name: str, failure: Failure, why: str) -> DeviceMemoryError:
+        """Return an error whose text names the memory needed and why nothing helped."""
         used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
         wanted = gib_text(failure.wanted_bytes) if failure.wanted_bytes else "more memory"
         least = f"At least {gib_text(least_bytes, math.ceil)} of device memory are needed."
-        return failure.kind(
+        why += self._fragments(failure, used_bytes, limit_bytes)
+        return DeviceMemoryError(
             f"{self._least_budget(least_bytes) or least} There are {gib_text(limit_bytes)}: {name} wants "
             f"{wanted} where {gib_text(used_bytes)} are in use and {gib_text(self.evicted_bytes)} have been "
             f"evicted to the host so far. {why} ({failure.text})"
         )
+
+    def _fragments(self, failure: Failure, used_bytes: int, limit_bytes: int) -> str:
+        """Return a sentence about fragments if there is enough memory, but not in one piece."""
+        if not failure.wanted_bytes or used_bytes + failure.wanted_bytes > limit_bytes:
+            return ""
+        reserved_bytes = self._reserved_bytes()
+        return (
+            f" There would be room, but not in one piece: the allocator holds {gib_text(reserved_bytes)}, of "
+            f"which {gib_text(max(reserved_bytes - used_bytes, 0))} are gaps between tensors. "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True makes them fewer."
+        )
+
+    def _reserved_bytes(self) -> int:
+        return 0 if self._device.type == "cpu" else torch.accelerator.memory_reserved(self._device)
 
     def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
         """Handle a mark of `op_hook`, and pass it to the modes below too."""

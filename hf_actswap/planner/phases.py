@@ -68,7 +68,7 @@ from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, fits_outside_backward
-from .oom_guard import Failure
+from .oom_guard import DeviceMemoryError, Failure
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
 from .planning import PlanningTask, agreed_task, best_plans
 from .profile import Prediction
@@ -535,7 +535,7 @@ class Planner:
             step: runs both, and nothing else that must not happen twice.
 
         Raises:
-            torch.OutOfMemoryError: the micro-batch cannot be run again, and the text says why.
+            DeviceMemoryError: the micro-batch cannot be run again, and the text says why.
         """
         return self._retry.micro_batch(step)
 
@@ -710,7 +710,7 @@ class Planner:
         elif (anew := self._more_tiles(self._largest, None)) is not None:
             self._phase, self._in_step = anew, False
         else:
-            raise failure.kind(failure.text)
+            raise DeviceMemoryError(failure.text)
 
     def _missed_budget(self) -> BudgetError | None:
         """Return the error of a first step that ran out of the budget itself, as on a CPU; else ``None``.

@@ -36,7 +36,7 @@ from ..plan.dry_run import is_dry
 from ..plan.op_facts import is_collective
 from ..plan.wrappers import FSDP2_METHOD
 from .meter import runs_its_own_dispatch
-from .oom_guard import Failure, RandomStates, failure_of
+from .oom_guard import DeviceMemoryError, Failure, RandomStates, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Retry:
             step: runs both, and nothing else that must not happen twice.
 
         Raises:
-            torch.OutOfMemoryError: there is no retry, and the text says why; or the retry failed too.
+            DeviceMemoryError: there is no retry, and the text says why; or the retry failed too.
         """
         if not self._ready():
             return step()
@@ -172,7 +172,7 @@ class Retry:
         except RuntimeError as error:
             failure = failure_of(error)
             stage = self._ready()
-            if failure is None or not stage or _is_explained(error):  # explained: by a retry inside this one
+            if failure is None or not stage or not _may_run_again(error):
                 raise
             why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
             if len(restore) < len(self._random):
@@ -189,20 +189,21 @@ class Retry:
         return again()
 
 
-def _is_explained(error: RuntimeError) -> bool:
-    return error.__cause__ is not None and failure_of(error.__cause__) is not None
+def _may_run_again(error: RuntimeError) -> bool:
+    return not isinstance(error, DeviceMemoryError) or error.may_run_again
 
 
-def _explained(failure: Failure, what: str, why: str, stage: str) -> RuntimeError:
+def _explained(failure: Failure, what: str, why: str, stage: str) -> DeviceMemoryError:
     hint = "A smaller `memory.budget_gib` leaves more room beside the plan."
     if stage != "stable":
         hint = (
             "With `tile_config: {loss: auto, tile: {op_name: feed_forward}}` head, loss and MLPs run in "
             "tiles from the first step on."
         )
-    return failure.kind(
+    return DeviceMemoryError(
         f"{what} ran out of memory in the planner's {stage} stage, and cannot be run again: {why}. {hint} "
-        f"({failure.text})"
+        f"({failure.text})",
+        may_run_again=False,  # also for a retry around the one that says so
     )
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,14 @@ from ..parallel.decoder_layers import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
 from ..plan.model_structure import device_of
+from ..planner.oom_guard import DeviceMemoryError, attempt
 from .first_check import CHUNK_TOKENS, check_few_tokens, kind_of_call
 from .host_sequence import HostSequence
 from .predictions import chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .rejections import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention, attending, host_of_no_plan
+
+Value = TypeVar("Value")
 
 _AUTO_TOKENS = 16_384
 _LEAST_AUTO_TOKENS = 2048
@@ -268,6 +271,18 @@ class _Sequence:
         values = (*self._by_token.values(), *self._beside.values())
         return tuple(item for item in values if isinstance(item, torch.Tensor))
 
+    def within_memory(self, run: Callable[[], Value]) -> Value:
+        """Run one of the two passes. Raises `DeviceMemoryError` if device memory runs out."""
+        found, failure = attempt(run, (), {})
+        if failure is None:
+            return found
+        first, second, *_ = self._attention.bounds
+        raise DeviceMemoryError(
+            f"A streamed sequence of {self._attention.bounds[-1]} tokens ran out of device memory in chunks "
+            f"of {second - first}. Fewer tokens in a chunk (stream_config: tokens) need less, and so does "
+            f"tile_config: {{loss: auto}}. ({failure.text})"
+        )
+
     def first_pass(self) -> torch.Tensor:
         """Run all chunks without gradients; return the loss of the sequence."""
         loss = None
@@ -416,11 +431,12 @@ class _TwoPasses(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sequence, ctx.names = sequence, names
         ctx.save_for_backward(*parameters, *sequence.inputs)  # autograd notices if one is written meanwhile
-        return sequence.first_pass()
+        return sequence.within_memory(sequence.first_pass)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=False))
         sequence: _Sequence = ctx.sequence
-        return None, None, *sequence.second_pass(upstream, parameters)
+        gradients = sequence.within_memory(lambda: sequence.second_pass(upstream, parameters))
+        return None, None, *gradients

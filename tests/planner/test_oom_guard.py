@@ -494,7 +494,6 @@ def test_the_text_of_errors_is_read() -> None:
     for text, wanted_bytes in texts.items():
         failure = failure_of(torch.OutOfMemoryError(text))
         assert failure.wanted_bytes == wanted_bytes
-        assert failure.kind is torch.OutOfMemoryError
     assert failure_of(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`")) is not None
     assert failure_of(RuntimeError("size mismatch: tried to allocate nothing")) is None
     assert failure_of(ValueError("Tried to allocate 1.00 GiB")) is None

@@ -46,6 +46,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.cli.subject import rank_0_of
 from hf_actswap.plan.actions import SequenceChunks
+from hf_actswap.planner.oom_guard import DeviceMemoryError
 from hf_actswap.report import plan_table
 from hf_actswap.stream import two_passes
 from hf_actswap.stream.two_passes import auto_tokens
@@ -330,6 +331,20 @@ def test_inputs_written_between_forward_and_backward_are_noticed(written: str) -
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     assert all(item.grad is None for item in model.parameters())
+
+
+@pytest.mark.parametrize("which", ["first_pass", "second_pass"])
+def test_running_out_of_memory_says_what_needs_less(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 4.00 GiB.")
+
+    model = made()
+    said = f"sequence of {LENGTH} tokens ran out of device memory in chunks of 16.*Tried to allocate 4.00 GiB"
+    with apply(model, STREAMED):
+        step(model)  # with the check of a few tokens
+        monkeypatch.setattr(two_passes._Sequence, which, full)
+        with pytest.raises(DeviceMemoryError, match=said):
+            model(**data()).loss.backward()
 
 
 def test_a_loss_that_a_hook_collects_is_an_error_in_the_first_backward() -> None:

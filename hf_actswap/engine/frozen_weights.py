@@ -49,7 +49,7 @@ first call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -59,6 +59,7 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
+from ..plan.actions import Scope
 from ..plan.model_structure import ModelStructure
 from ..plan.record import storage_key
 from ..plan.wrappers import FSDP2_METHOD, is_checkpointed, is_compiled
@@ -83,6 +84,34 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute of transformers' layers: the function by which they run again in backward."""
 
 _Place = tuple[nn.Module, str]
+
+
+def window_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Return the most bytes on the device at once, of layers with these bytes in the order of forward."""
+    count = min(LAYERS_AHEAD + 1, len(sizes_bytes))
+    return max(sum(sizes_bytes[at : at + count]) for at in range(len(sizes_bytes) - count + 1))
+
+
+def step_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Return the bytes that a forward and its backward copy in, of layers with these bytes.
+
+    Each layer twice, without those that stay from forward to backward and from backward to forward. The first
+    forward copies all layers; so does any forward that does not follow a backward.
+    """
+    count = min(LAYERS_AHEAD + 1, len(sizes_bytes))
+    return 2 * sum(sizes_bytes) - sum(sizes_bytes[:count]) - sum(sizes_bytes[-count:])
+
+
+def sizes_on_host(root: nn.Module, structure: ModelStructure) -> dict[Scope, int]:
+    """Return the bytes of each layer that would wait on the host, in the order of forward; none is read.
+
+    Raises:
+        PlanError: the layers have no frozen weights.
+    """
+    sizes = {layer.scope: layer.size_bytes for layer in _layers(root, structure, lambda _layer: None)}
+    if not sizes:
+        raise PlanError([_NOTHING_FROZEN])
+    return sizes
 
 
 class FrozenWeights:
@@ -134,18 +163,12 @@ class FrozenWeights:
     @property
     def window_bytes(self) -> int:
         """The most bytes of streamed weights on the device at once."""
-        sizes, count = [layer.size_bytes for layer in self.layers], self._in_window
-        return max(sum(sizes[at : at + count]) for at in range(len(sizes) - count + 1))
+        return window_bytes([layer.size_bytes for layer in self.layers])
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a forward and its backward copy in, where one such pair follows another.
-
-        Each layer twice, without those that stay from forward to backward and from backward to forward. The
-        first forward copies all layers; so does any forward that does not follow a backward.
-        """
-        sizes = [layer.size_bytes for layer in self.layers]
-        return 2 * sum(sizes) - sum(sizes[: self._in_window]) - sum(sizes[-self._in_window :])
+        """Bytes that a forward and its backward copy in, where one such pair follows another."""
+        return step_bytes([layer.size_bytes for layer in self.layers])
 
     def stats(self) -> SwapStats:
         """Return the totals of copies in and of waits for them, and the host memory."""

@@ -132,6 +132,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("memory", "min_tensor_mib"): "min_tensor_mib: 1",
     ("memory", "host_memory_gib"): "host_memory_gib: 64",
     ("memory", "bind_numa"): "bind_numa: false",
+    ("memory", "weights"): "weights: host",
     ("memory", "plan_file"): "plan_file: plan.json",
 }
 """A line of YAML for each key, as it stands below its section, with the keys that it needs beside it."""
@@ -162,6 +163,7 @@ LINKS: Mapping[str, str] = {
     "search_steps": "planner.md#three-phases",
     "host_memory_gib": "reference.md#host-memory",
     "bind_numa": "reference.md#host-memory",
+    "weights": "frozen_weights.md",
     "plan_file": "planner.md",
 }
 """Where more stands about a key."""

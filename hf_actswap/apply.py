@@ -15,6 +15,7 @@ from torch import nn
 
 from .config import ActSwapConfig
 from .engine import AppliedPlan, Resources, Transfer, install
+from .engine.frozen_weights import FrozenWeights, weights_of
 from .engine.hook_wrappers import Hook
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
@@ -114,7 +115,7 @@ def _say(applied: AppliedPlan | Planner) -> None:
     """Log what is on the model, and what it saved when it is removed, as under the Trainer."""
     if isinstance(applied, Planner):
         applied.logging_context = _console_on_rank_0
-    elif not applied.plan.rows and not applied.plan.tiles and applied.plan.streamed is None:
+    elif not (applied.plan.rows or applied.plan.tiles or applied.plan.streamed or applied.weights):
         return
     with _console_on_rank_0():
         searches = isinstance(applied, Planner) and applied.phase != "stable"
@@ -254,7 +255,13 @@ def apply_plan(
     _reject_what_cannot_be_applied(model, plan, shape)
     bar = resources.progress or _bar_on_rank_0()
     given = replace(resources, progress=bar, replicas=resources.replicas or enclosing_replicas())
-    applied = install(model, plan, shape, given)
+    weights, owned = weights_on_host(model, plan, shape, given.transfer)
+    try:
+        applied = install(model, plan, shape, replace(given, weights=weights))
+    except BaseException:
+        owned()
+        raise
+    applied.on_remove(owned, last=True)
     restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or given.pack_handler is not None:
         restores += _without_cache(unwrapped(model), given.pack_handler is None)
@@ -267,6 +274,41 @@ def apply_plan(
     for restore in restores:
         applied.on_remove(restore)
     return applied
+
+
+def weights_on_host(
+    model: nn.Module, plan: MemoryPlan, shape: ModelStructure, transfer: Transfer | None = None
+) -> tuple[FrozenWeights | None, Callable[[], None]]:
+    """Keep frozen weights of the layers on the host, if the plan says so and they are not there yet.
+
+    DistributedDataParallel, where it is put around the model afterwards, leaves them alone: it would send
+    them to the other ranks, and find parameters on two kinds of devices.
+
+    Returns:
+        What keeps them there (``None``: they stay), and a function that undoes what this call did.
+
+    Raises:
+        PlanError: something else owns the weights, none is frozen, or there is too little host memory.
+    """
+    root = unwrapped(model)
+    found = weights_of(root)
+    if plan.weights == "keep" or found is not None:
+        return found, lambda: None
+    weights = FrozenWeights(root, shape, transfer, plan.bind_numa, plan.host_memory_bytes)
+    weights.attach()
+    ignored = [*getattr(model, _IGNORED_BY_DDP, ()), *weights.names_in(model)]
+    setattr(model, _IGNORED_BY_DDP, ignored)
+
+    def undo() -> None:
+        weights.remove()
+        if hasattr(model, _IGNORED_BY_DDP):
+            delattr(model, _IGNORED_BY_DDP)
+
+    return weights, undo
+
+
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute by which DistributedDataParallel is told, before it wraps a module, what it must leave alone."""
 
 
 def _bar_on_rank_0() -> Progress | None:

@@ -17,8 +17,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import ActSwapConfig, TileConfig, load_config
-from ..engine.stats import gib_text
+from ..config import ActSwapConfig, MemoryConfig, TileConfig, load_config
+from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, fingerprint_of, folded_tiles, format_scopes
@@ -59,8 +59,16 @@ from .planned import (
 )
 from .profile_file import ProfileFile, read_profile
 from .stages import answer_stages
-from .step import StepShape, bytes_by_fate, device_name, prediction_document, ranks_of_a_machine, saved_by_row
-from .subject import subject, with_tp
+from .step import (
+    StepShape,
+    bytes_by_fate,
+    device_name,
+    prediction_document,
+    ranks_of_a_machine,
+    saved_by_row,
+    weights_on_host,
+)
+from .subject import AnalysedModel, subject, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
@@ -194,14 +202,15 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
+        step = replace(step, weights=wanted.memory.weights)
         with subject(asked.model, wanted) as found:
             ranks = ranks_of_a_machine(found, step)
             memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
             if recorded is not None:
                 recorded.check(found)
-            result = planned(
-                found, step, wanted, memory, None if recorded is None else recorded.profile, asked.full
-            )
+            room = _left_to_swap(memory, found, step)
+            profile = None if recorded is None else recorded.profile
+            result = replace(planned(found, step, wanted, room, profile, asked.full), memory=memory)
         said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
         return replace(result, host_is_written=said)
 
@@ -217,6 +226,23 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
     if asked.save is not None:
         _write(asked.save, found)
     return Answer(lambda: _document(found, asked.save, recorded), lambda: _shown(found, asked, recorded))
+
+
+def _left_to_swap(memory: MemoryConfig, found: AnalysedModel, step: StepShape) -> MemoryConfig:
+    """Return ``memory`` with the host memory that frozen weights leave to swapped tensors.
+
+    Raises:
+        PlanError: the weights alone need more.
+    """
+    held = sum(weights_on_host(found, step).values())
+    if not held or memory.host_memory_gib is None:
+        return memory
+    left_gib = memory.host_memory_gib - held / GIB
+    if left_gib <= 0:
+        limit = f"{memory.host_memory_gib:.4g} GiB a rank"
+        hint = "Name a larger one (--host-memory-gib)."
+        raise PlanError([Problem("memory.weights", f"{gib_text(held)} of host memory", limit, hint)])
+    return replace(memory, host_memory_gib=left_gib)
 
 
 _NO_PIPELINE = Problem(

@@ -28,7 +28,14 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
 from .output import busy, size_text, step_ms_text
-from .step import StepShape, ladder_of, profile_of, recompute_everything, state_bytes
+from .step import (
+    StepShape,
+    ladder_of,
+    profile_of,
+    recompute_everything,
+    state_bytes,
+    weights_on_host,
+)
 from .subject import AnalysedModel
 
 LEAST = "least budget"
@@ -139,10 +146,11 @@ class SearchResult:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that a rank needs: for swapped tensors, and for states that are kept or paged there."""
+        """Host memory that a rank needs: for swapped tensors, frozen weights, states kept or paged there."""
         needed = self.prediction.host_bytes
         if self.memory.preference == "memory_saving":
             needed += self.profile.optimizer_state_bytes
+        needed += sum(weights_on_host(self.subject, self.step).values())
         return needed + paged_bytes(self.subject, self.step)
 
     @property

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ActSwapConfig, TileConfig
+from ..config import ActSwapConfig, TileConfig, WeightsPlace
 from ..config.sizes import device_kind
+from ..engine.frozen_weights import sizes_on_host
 from ..engine.install import put_tiles, tile_parts
-from ..errors import Problem
+from ..errors import PlanError, Problem
 from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, Tile
@@ -25,7 +26,7 @@ from ..plan.tiles import tile_ladder
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates
-from ..planner.record.shapes import Baseline, profile_from_shapes, with_baseline
+from ..planner.record.shapes import Baseline, profile_from_shapes, with_baseline, with_weights_on_host
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
 from .subject import DTYPES, AnalysedModel, ModelError
 
@@ -139,6 +140,7 @@ class StepShape:
         optimizer: the optimizer whose states are counted; ``None``: not given.
         gradient_dtype: type of gradients until the optimizer's step; ``None``: that of the weights.
         sharding: what data-parallel ranks shard; ``None``: nothing.
+        weights: where frozen weights of the layers are while no layer reads them.
     """
 
     sequences: int
@@ -148,6 +150,7 @@ class StepShape:
     optimizer: PaperOptimizerName | None
     gradient_dtype: DtypeName | None = None
     sharding: Sharding | None = None
+    weights: WeightsPlace = "keep"
 
     def described(self) -> str:
         """Return the step as one line of text."""
@@ -155,9 +158,9 @@ class StepShape:
         states = f", {self.optimizer} states" if self.optimizer not in (None, "sgd", "none") else ""
         gradients = f", {self.gradient_dtype} gradients" if self.gradient_dtype else ""
         shares = f", {self.sharding.name} over {self.sharding.ranks} ranks" if self.sharding else ""
-        return (
-            f"{self.sequences} x {self.tokens} tokens on {self.device}{precision}{states}{gradients}{shares}"
-        )
+        place = ", frozen weights on the host" if self.weights == "host" else ""
+        batch = f"{self.sequences} x {self.tokens} tokens on {self.device}"
+        return f"{batch}{precision}{states}{gradients}{shares}{place}"
 
     def document(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -169,6 +172,7 @@ class StepShape:
             "optimizer": self.optimizer,
             "gradient_dtype": self.gradient_dtype,
             "sharding": None if self.sharding is None else asdict(self.sharding),
+            "weights": self.weights,
         }
 
 
@@ -237,11 +241,31 @@ def profile_of(
     if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
         profile = with_baseline(profile, _baseline(found, step, profile))
     in_step = step_bytes(step.optimizer, found.model) // (step.sharding.ranks if step.sharding else 1)
-    return replace(
+    profile = replace(
         profile,
         outside_base_bytes=profile.outside_base_bytes + in_step,
         link=device_rates(step.device).link_of(ranks_of_a_machine(found, step)),
     )
+    waiting = weights_on_host(found, step)
+    return with_weights_on_host(profile, waiting) if waiting else profile
+
+
+def weights_on_host(found: AnalysedModel, step: StepShape) -> Mapping[Scope, int]:
+    """Return the bytes of each layer's frozen weights that wait on the host; empty: all weights stay.
+
+    Raises:
+        PlanError: no weight of a layer is frozen, or they are quantised or sharded.
+    """
+    if step.weights == "keep":
+        return {}
+    beside = {"--quantize": found.quantize is not None, "--shard": step.sharding is not None}
+    if problems := [_not_beside(name) for name, asked in beside.items() if asked]:
+        raise PlanError(problems)
+    return sizes_on_host(found.model, found.shape)
+
+
+def _not_beside(option: str) -> Problem:
+    return Problem("memory.weights", f"keep beside {option}", "host", "Leave one out.")
 
 
 def ranks_of_a_machine(found: AnalysedModel, step: StepShape) -> int:

@@ -31,6 +31,7 @@ from .schema import (
     SwapConfig,
     TileConfig,
     TileTokens,
+    WeightsPlace,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "SwapConfig",
     "TileConfig",
     "TileTokens",
+    "WeightsPlace",
     "load_config",
     "split_op_path",
 ]

@@ -35,7 +35,7 @@ from .keys import (
     STACK_SECTIONS,
     ignored_key_note,
 )
-from .memory_section import check_fates, read_memory
+from .memory_section import check_fates, check_weights, read_memory
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 from .sections import (
     MODEL_CONFIG,
@@ -265,12 +265,14 @@ def _read_document(
     )
     memory = read_memory(findings)
     check_fates(findings, memory, swap, recompute)
+    stream = read_stream(findings)
+    check_weights(findings, memory, parallel, stream)
     config = ActSwapConfig(
         swap_config=swap,
         recompute_config=recompute,
         parallel_config=parallel,
         tile_config=read_tiles(findings),
-        stream_config=read_stream(findings),
+        stream_config=stream,
         memory=memory,
         stacks=_read_stacks(findings, memory) or None,
         num_layers=_read_num_layers(findings),

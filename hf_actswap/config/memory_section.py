@@ -24,7 +24,16 @@ from .keys import (
     TARGET_MEMORY_BYTES,
 )
 from .layer_values import OpSelection
-from .schema import GIB, MIB, MemoryConfig, RecomputeConfig, SwapConfig, Text
+from .schema import (
+    GIB,
+    MIB,
+    MemoryConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    StreamConfig,
+    SwapConfig,
+    Text,
+)
 from .sections import types_of
 from .validation import AnyInt, AtLeast1, Expected, Findings, Flag, Path, one_of, where
 
@@ -148,6 +157,23 @@ def check_fates(
             "both",
             "Use smart_swap, which keeps what is written by hand.",
         )
+
+
+def check_weights(
+    findings: Findings, memory: MemoryConfig, parallel: ParallelConfig, stream: StreamConfig
+) -> None:
+    """Reject ``weights: host`` beside what moves or divides weights itself, or does not count with it."""
+    if memory.weights == "keep":
+        return
+    beside = {
+        "the planner (memory.mode)": memory.mode != "off",
+        "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
+        "a pipeline (parallel_config)": parallel.runs_pipeline,
+        "a streamed sequence (stream_config)": stream.tokens != "off",
+    }
+    for name in (name for name, asked in beside.items() if asked):
+        hint = "Leave one out; swap, recompute and tiles can be written beside weights: host."
+        findings.problem(("memory", "weights"), f"keep beside {name}", "host", hint)
 
 
 _FATE_KEYS = (

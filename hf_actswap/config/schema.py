@@ -47,6 +47,7 @@ __all__ = [
     "SwapConfig",
     "TileConfig",
     "TileTokens",
+    "WeightsPlace",
 ]
 
 EXPECTED_PREFETCH = "a whole number of operators, at least 1, or auto"
@@ -108,6 +109,9 @@ Mode = Annotated[
     one_of("off", "smart_swap", "adaptive"),
 ]
 Preference = Annotated[Literal["performance", "memory_saving"], one_of("performance", "memory_saving")]
+
+WeightsPlace = Annotated[Literal["keep", "host"], one_of("keep", "host")]
+"""Where frozen weights of layers wait while no layer reads them: on the device, or in host memory."""
 
 
 @dataclass(frozen=True)
@@ -352,10 +356,13 @@ class MemoryConfig:
         host_memory_gib: the most host memory of a rank, in GiB. Default ``None``: its share of what is free.
         bind_numa: whether each rank and its host memory stay beside its device on a machine with several
             NUMA nodes. Default true.
+        weights: ``host``: frozen weights of the layers (the base of LoRA and other adapters) are in
+            page-locked host memory, and come to the device layer by layer ahead of forward and backward;
+            ``keep`` (default): weights stay on the device.
         plan_file: path of the file to which the plan is written when it is stable; a later run of the same
             training reads it instead of searching (``save_policy``). Default ``None``.
 
-    ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` apply without the planner as well.
+    ``min_tensor_mib``, ``host_memory_gib``, ``bind_numa`` and ``weights`` apply without the planner as well.
     """
 
     mode: Mode = "off"
@@ -370,4 +377,5 @@ class MemoryConfig:
     min_tensor_mib: _Mib | None = None
     host_memory_gib: _Gib | None = None
     bind_numa: Flag = True
+    weights: WeightsPlace = "keep"
     plan_file: Text | None = None

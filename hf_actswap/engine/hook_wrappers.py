@@ -178,6 +178,12 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What `inspect.signature` reads instead, where the replacement keeps the signature."""
+        wrapped: Callable[..., Any] = self.run.__wrapped__  # type: ignore[attr-defined]
+        return wrapped
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is None:
             return getattr, (self._module, "forward")  # read from the copy, so it is the class's

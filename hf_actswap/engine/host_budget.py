@@ -167,11 +167,9 @@ class HostMemory:
 
     def _new_pool(self, device: torch.device, pinned: bool, progress: Progress | None) -> HostPool:
         room = room_beyond(self._margin_bytes)
+        source = slab_source(device, pinned, self._bind_numa)
         if not pinned:
-            return HostPool(PageableSlabs(), self._budget_bytes, _EXACT, progress, room)
-        node = node_of(device) if self._bind_numa else None
-        cpus = frozenset[int]() if node is None else cpus_of(node)
-        source: SlabSource = PinnedSlabs(device, cpus)
+            return HostPool(source, self._budget_bytes, _EXACT, progress, room)
         return HostPool(source, self._budget_bytes, progress=progress, room=room)
 
     def bind(self, device: torch.device, plan: MemoryPlan) -> None:
@@ -217,6 +215,20 @@ class HostMemory:
         if pinned:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
             pool.reserve(aligned)  # which allocates at most the budget
+
+
+def slab_source(device: torch.device, pinned: bool, bind_numa: bool) -> SlabSource:
+    """Return where host memory for ``device`` comes from.
+
+    Args:
+        device: the device that copies go to and come from.
+        pinned: whether copies overlap compute, which takes page-locked memory.
+        bind_numa: whether page-locked memory is taken beside the device.
+    """
+    if not pinned:
+        return PageableSlabs()
+    node = node_of(device) if bind_numa else None
+    return PinnedSlabs(device, frozenset[int]() if node is None else cpus_of(node))
 
 
 def _swapped(plan: MemoryPlan, pinned: bool, dry_run: DryRunForecast) -> list[int]:

@@ -20,6 +20,7 @@ from ..plan.wrapper_rules import problems_of_compiled
 from ..plan.wrappers import FSDP2_METHOD, named_op_modules, parameter_groups
 from .chunked_logits import chunk_head, is_chunked
 from .fates import ReplicaRanks
+from .frozen_weights import FrozenWeights
 from .hook_wrappers import Hook
 from .hooks import Engine
 from .plan_runtime import PlanRuntime, Resources
@@ -33,6 +34,12 @@ logger = logging.getLogger(__name__)
 Attach = Callable[[], list[Callable[[], None]]]
 """Installs hooks on a model; returns functions that remove them, in order of installation."""
 
+_OF_WEIGHTS = (
+    *("prefetched_bytes", "prefetches", "late_prefetches", "stalls", "stall_ms"),
+    *("host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms"),
+)
+"""What frozen weights add to the statistics of a plan."""
+
 _FSDP1 = "FullyShardedDataParallel"
 """By its class name: importing it takes time, and FSDP2 modules are of other classes."""
 
@@ -44,16 +51,25 @@ class AppliedPlan:
         plan: the plan that is applied.
         make: takes a plan; returns a new engine for the model, and the function that installs its hooks (see
             `Attach`).
+        weights: the model's frozen weights on the host; ``None``: all weights stay.
 
     Attributes:
         structure: structure of the model.
+        weights: as given.
     """
 
-    def __init__(self, plan: MemoryPlan, make: Callable[[MemoryPlan], tuple[Engine, Attach]]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        make: Callable[[MemoryPlan], tuple[Engine, Attach]],
+        weights: FrozenWeights | None = None,
+    ) -> None:
+        self._make, self.weights = make, weights
         self._engine, self._attach = make(plan)
         self.structure = self._engine.structure
+        self._weights_before = None if weights is None else weights.stats()
         self._undo: list[Callable[[], None]] = []
+        self._last: list[Callable[[], None]] = []
         self._removed = False
         self._hooks: list[Callable[[], None]] | None = None
         self.resume()
@@ -64,8 +80,15 @@ class AppliedPlan:
         return self._engine.plan
 
     def stats(self) -> SwapStats:
-        """Return the totals since the plan was applied; subtract an earlier one to get a step."""
-        return self._engine.stats()
+        """Return the totals since the plan was applied; subtract an earlier one to get a step.
+
+        Copies of frozen weights, and waits for them, count like those of what is swapped.
+        """
+        own = self._engine.stats()
+        if self.weights is None or self._weights_before is None:
+            return own
+        moved = self.weights.stats() - self._weights_before
+        return replace(own, **{name: getattr(own, name) + getattr(moved, name) for name in _OF_WEIGHTS})
 
     @property
     def dropped_bytes(self) -> int | None:
@@ -104,9 +127,9 @@ class AppliedPlan:
         """Report copies to ``listener``, in forwards that start from now on; ``None``: report none."""
         self._engine.runtime.listener = listener
 
-    def on_remove(self, step: Callable[[], None]) -> None:
-        """Let `remove` also call ``step``."""
-        self._undo.append(step)
+    def on_remove(self, step: Callable[[], None], last: bool = False) -> None:
+        """Let `remove` also call ``step``: before the hooks are taken off, or as the ``last`` thing."""
+        (self._last if last else self._undo).append(step)
 
     @uninterrupted()
     def suspend(self) -> None:
@@ -161,6 +184,8 @@ class AppliedPlan:
         if not self._removed:
             self._removed = True
             self._engine.close()
+            for step in reversed(self._last):
+                step()
 
     def __repr__(self) -> str:
         state = "removed" if self._removed else "suspended" if self._hooks is None else "on"
@@ -211,7 +236,7 @@ def install(
 
         return engine, attach
 
-    return AppliedPlan(plan, make)
+    return AppliedPlan(plan, make, resources.weights)
 
 
 def put_tiles(

@@ -11,6 +11,7 @@ from torch import nn
 from ..plan.actions import Adjustment, MemoryPlan
 from .auto_windows import AutoWindows, StageWindows
 from .fates import FateTable, ReplicaRanks
+from .frozen_weights import FrozenWeights
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .owners import parameter_places
@@ -33,6 +34,8 @@ class Resources:
             every step. It is not called for tensors that whole-layer recomputation saves again in backward,
             nor for tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
+        weights: the model's frozen weights on the host, whose copies share the plan's transfer; ``None``: all
+            weights stay.
         passes: order of the passes of a pipeline stage, so that windows can reach into other passes;
             ``None``: each forward and its backward are treated alone.
     """
@@ -43,6 +46,7 @@ class Resources:
     pack_handler: PackHandler | None = None
     host: HostMemory | None = None
     passes: PassOrder | None = None
+    weights: FrozenWeights | None = None
 
 
 class PlanRuntime:
@@ -146,6 +150,9 @@ class PlanRuntime:
         """Return the transfer in use, or the one that would be used on the present device."""
         if self.setting is not None:
             return self.setting.transfer
+        weights = self._resources.weights
+        if weights is not None:
+            return weights.transfer(self.device())
         return self._resources.transfer or transfer_of(self.device())
 
     def pool(self, transfer: Transfer) -> HostPool:

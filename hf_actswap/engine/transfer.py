@@ -190,6 +190,10 @@ class _Done:
         return spent
 
 
+COMPLETE: Copy = _Done(None)
+"""In the place of a copy out, of a host block that has its content already."""
+
+
 class BlockingTransfer:
     """Copies that are complete when the call returns.
 

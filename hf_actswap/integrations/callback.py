@@ -18,7 +18,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan, plan_while_training, say_what_to_know_of
+from ..apply import apply_plan, plan_while_training, say_what_to_know_of, weights_on_host
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
@@ -43,6 +43,13 @@ from .trainer_setup import (
     reject_independent_processes,
     started_together,
 )
+
+
+def has_weights_on_host(requested: ActSwapConfig | MemoryPlan) -> bool:
+    """Whether a configuration or plan keeps frozen weights on the host."""
+    place = requested.weights if isinstance(requested, MemoryPlan) else requested.memory.weights
+    return place == "host"
+
 
 CHECKPOINT_PLAN = "actswap_plan.json"
 """The plan of a planner in a checkpoint's folder, as a plan file."""
@@ -185,6 +192,10 @@ class ActSwapCallback(TrainerCallback):
         return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
 
     @property
+    def _weights_on_host(self) -> bool:
+        return has_weights_on_host(self._requested)
+
+    @property
     def _shows_all(self) -> bool:
         return self._config.log != "summary"
 
@@ -198,6 +209,9 @@ class ActSwapCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Find the Trainer, which the event does not pass; wrap its methods (`bind`), divide its model.
+
+        Frozen weights that wait on the host (``memory: {weights: host}``) are set aside here, before the
+        Trainer moves the model to its device, and stay there after ``train``: evaluation needs them as well.
 
         Raises:
             MeshError: the launcher started processes that would each train alone, or too few processes.
@@ -213,6 +227,11 @@ class ActSwapCallback(TrainerCallback):
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
             return
         self.bind(trainer)
+        if self._weights_on_host:
+            with failing_together("frozen weights", args.ddp_timeout):
+                shape, requested = model_structure(trainer.model), self._requested
+                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
+                weights_on_host(trainer.model, plan, shape)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
                 pipeline = self._config.parallel_config.runs_pipeline
@@ -622,7 +641,8 @@ _DOES_NOTHING = (
 
 def _does_anything(plan: MemoryPlan) -> bool:
     other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles or plan.streamed
-    return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
+    acts = any(row.fate != "keep" or row.parameters for row in plan.rows)
+    return acts or bool(other) or plan.weights == "host"
 
 
 def _worker_path(args: TrainingArguments) -> str:

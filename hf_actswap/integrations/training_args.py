@@ -22,7 +22,7 @@ from ..config import ActSwapConfig, load_config
 from ..errors import ConfigError, Problem, short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
-from .callback import ArgumentsCallback
+from .callback import ArgumentsCallback, has_weights_on_host
 from .shared_config import facts_to_compare, is_unpinned_hub_id, pin_commit_on_all_ranks
 
 REPORTS_TO = "actswap"
@@ -76,6 +76,17 @@ class _ActSwapField:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; ``report_to`` holds ``"actswap"``, whatever is assigned and whenever."""
         super().__setattr__(name, _with_ours(value) if name == "report_to" else value)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether the Trainer moves the whole model to the device at its construction.
+
+        Not where frozen weights stay on the host: the model need not fit. The Trainer moves the rest later.
+        """
+        if has_weights_on_host(load_config_or_plan(self.actswap)):
+            return False
+        place: bool | None = super().place_model_on_device  # type: ignore[misc]
+        return place
 
     def actswap_config(self) -> ActSwapConfig:
         """Return the configuration. Raises `ConfigError` if it is malformed, or if ``actswap`` is a plan."""

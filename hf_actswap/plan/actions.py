@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, Predicate
 from pydantic import Strict
 
-from ..config import ActSwapConfig, load_config
+from ..config import ActSwapConfig, WeightsPlace, load_config
 from ..config.documents import Bytes, Count, JsonDocument, is_share, read_text
 from ..config.hub import (
     MAX_PLAN_BYTES,
@@ -277,6 +277,8 @@ class MemoryPlan:
         min_tensor_bytes: smaller saved tensors are never swapped.
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
         bind_numa: whether process and host memory are kept beside the device.
+        weights: ``host``: frozen weights of the layers are in host memory, and on the device while their
+            layer needs them; ``keep``: weights stay where they are (then the JSON has no such key).
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
         tiles: the parts of the model that run over pieces of the tokens. The JSON has this key only if there
@@ -297,6 +299,7 @@ class MemoryPlan:
     min_tensor_bytes: Bytes = 1024
     host_memory_bytes: Bytes | None = None
     bind_numa: bool = True
+    weights: WeightsPlace = "keep"
     gather_weights_again: bool = False
     keeps_gathered: tuple[Layer, ...] = ()
     tiles: tuple[Tile, ...] = ()
@@ -355,6 +358,8 @@ class MemoryPlan:
         document.update(asdict(self))
         if not self.tiles:
             del document["tiles"]
+        if self.weights == "keep":
+            del document["weights"]
         for name in ("streamed", "fingerprint"):
             if document[name] is None:
                 del document[name]

@@ -335,10 +335,14 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     casts parameters when it gathers them, that dtype. A parameter of a class that is no wrapper (packed
     weights of bitsandbytes) is left out: its module reads more of it than shape and dtype.
 
+    Weights that wait on the host while the rest of the model is on an accelerator are taken to be there too:
+    that is where their layer finds them.
+
     Args:
         model: any module. Call inside `fakes_only`.
         device: where the fakes of tensors on ``meta`` are.
     """
+    first = next((weight.device for weight in model.parameters() if not weight.is_meta), device)
     weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
     state: dict[str, torch.Tensor] = {}
     for name, tensor in (weights | dict(model.named_buffers())).items():
@@ -347,6 +351,8 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
         dtype = gathered.get(name.rpartition(".")[0]) if name in weights else None
         shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that ZeRO-3 shards
         place, trained = _place(tensor, device), tensor.requires_grad
+        if place.type == "cpu" and name in weights:
+            place = first
         state[name] = torch.empty(shape, dtype=dtype or tensor.dtype, device=place, requires_grad=trained)
         if name in weights:
             state[name]._is_param = True  # a Parameter, without one more op

@@ -27,6 +27,10 @@ def plan_in_words(plan: MemoryPlan, structure: ModelStructure | None = None) -> 
     found += [(1, f"{label}: {op} {how}".strip()) for label, op, how, *_ in folded_tiles(plan.tiles)]
     if plan.streamed is not None:
         found.insert(0, (plan.num_layers, f"the sequence: {plan.streamed}"))
+    if plan.weights == "host":
+        found.insert(
+            0, (plan.num_layers, "frozen weights of the layers: on the host, copied in layer by layer")
+        )
     lines = [text for _, text in found]
     if len(lines) > MOST_LINES:
         most = sorted(range(len(found)), key=lambda index: -found[index][0])[:MOST_LINES]

@@ -155,9 +155,8 @@ class DisorderlyTransfer(RecordingTransfer):
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        assert isinstance(after, DisorderlyCopy)
         block = torch.full((host.size_bytes,), NAN_BYTE, dtype=torch.uint8).view(host.dtype).view(host.shape)
-        copy = self._copy("in", block, host, after)
+        copy = self._copy("in", block, host, after if isinstance(after, DisorderlyCopy) else None)
         host.last_use = copy
         return block, copy
 

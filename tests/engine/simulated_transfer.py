@@ -135,9 +135,8 @@ class SimulatedTransfer:
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, SimulatedCopy]:
         """See `Transfer`."""
-        assert isinstance(after, SimulatedCopy)
         block = torch.full((host.size_bytes,), NOTHING, dtype=torch.uint8).view(host.dtype).view(host.shape)
-        start_ms = max(self._clock.now_ms, self._in_end_ms, after.finish_ms)
+        start_ms = max(self._clock.now_ms, self._in_end_ms, getattr(after, "finish_ms", 0.0))
         self._in_end_ms = start_ms + self._link.in_ms(host.size_bytes) * self._slowdown
         return block, self._fly(list(host.pairs(block)), host, self._in_end_ms)
 

@@ -262,7 +262,7 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {"type": type(module)}
     for name, value in vars(module).items():
         if "hooks" in name:
-            state[name] = dict(value) if value is not None else None
+            state[name] = value.copy() if value is not None else None
         elif name not in ("_parameters", "_buffers", "_modules", "config"):
             state[name] = (
                 value if isinstance(value, int | float | str | bool | None | Callable) else id(value)

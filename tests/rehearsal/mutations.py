@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hf_actswap.engine import evictable, host_pool, tickets, transfer
+from hf_actswap.engine import evictable, host_pool, layer_weights, tickets, transfer
 from hf_actswap.planner.states import state_storages
 from hf_actswap.stream import host_sequence
 
@@ -54,6 +54,7 @@ class Mutation:
 
 _Copies, _Copy = transfer.StreamTransfer, transfer._StreamCopy
 _Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
+_Weights = layer_weights.LayerWeights
 _AFTER_COMPUTE = "wait_event(self._events.recorded_on(compute).event)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
 _STATES_WAIT = "self._wait()"
@@ -229,6 +230,22 @@ MUTATIONS = (
         "self._transfer.reload(host, written)",
         "self._transfer.reload(host, None)",
         "sequence",
+    ),
+    Mutation(
+        "a layer does not wait for its weights",
+        _Weights,
+        "settle",
+        "waited = copy.wait()",
+        "waited = None",
+        "frozen weights",
+    ),
+    Mutation(
+        "weights are dropped while they come",
+        _Weights,
+        "drop",
+        "copy.wait()",
+        "pass",
+        "frozen weights dropped",
     ),
     Mutation(
         "states are freed while they leave", _Storage, "release", _STATES_WAIT, "pass", "optimizer states"

@@ -16,6 +16,7 @@ from tests.rehearsal.trainings import TRAININGS
 pytestmark = pytest.mark.rehearsal
 SEEDS = {
     **dict.fromkeys(("swapped", "mixed", "tiles", "stream", "optimizer states", "passes"), 50),
+    **dict.fromkeys(("frozen weights", "frozen weights, swapped", "frozen weights, recomputed"), 20),
     **dict.fromkeys(("smart_swap", "adaptive", "planned with states"), 20),  # of seconds each
 }
 AT_ONCE = 10

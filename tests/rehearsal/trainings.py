@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_actswap import apply
+from hf_actswap import MemoryPlan, apply
 from hf_actswap.apply import apply_plan
 from hf_actswap.engine import Resources, StreamTransfer
 from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.engine.host_pool import HostBuffer, HostPool, PinnedSlabs
+from hf_actswap.engine.layer_weights import LayerWeights
 from hf_actswap.engine.passes import Pass, PassOrder
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
@@ -28,7 +30,15 @@ from hf_actswap.plan import PlanRow, Windows, model_structure
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 from hf_actswap.stream.host_sequence import HostSequence
 from tests.engine.gpu_stress import PLANS, Stress, small_llama
-from tests.engine.tiny_models import VOCABULARY, gradients, on, plan_of, swap_everything, tiny_llama
+from tests.engine.tiny_models import (
+    VOCABULARY,
+    gradients,
+    on,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    tiny_llama,
+)
 
 MIB = 2**20
 
@@ -91,6 +101,54 @@ def mixed() -> int:
     assert applied is not None
     with applied:
         return stress.wrong_bits(7)
+
+
+@cache
+def _frozen_stress() -> Stress:
+    """A Llama of which the norms and what is around the layers is trained: its products are frozen."""
+    model = small_llama(device(), hidden=32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers" not in name or "norm" in name)
+    stress = Stress(model, (2, 16))
+    stress.learn()
+    return stress
+
+
+def frozen_weights(plan: MemoryPlan, steps: int = 7) -> int:
+    """Every life of graphs, with the frozen weights on the host, beside swap or recomputation."""
+    stress = _frozen_stress()
+    applied = on(stress.model, replace(plan, weights="host"), StreamTransfer(device()))
+    assert applied is not None
+    assert applied.weights is not None
+    with applied:
+        assert all(not one.is_cuda for layer in applied.weights.layers for one in tensors_of(layer))
+        found = stress.wrong_bits(steps)
+        with torch.no_grad():
+            stress.forward(0)
+        found += stress.wrong_bits(1)
+        assert applied.weights.stats().prefetched_bytes > 2 * applied.weights.step_bytes
+    assert all(one.is_cuda for layer in applied.weights.layers for one in tensors_of(layer))
+    return found
+
+
+def frozen_weights_dropped() -> int:
+    """A layer that was fetched ahead is not called, and compute takes its memory."""
+    applied = on(_frozen_stress().model, plan_of(weights="host"), StreamTransfer(device()))
+    assert applied is not None
+    assert applied.weights is not None
+    found = 0
+    for layer in applied.weights.layers:
+        layer.fetch(applied.transfer, Counters(), late=False)
+        layer.drop()
+        taken = [torch.zeros(layer.size_bytes, dtype=torch.uint8, device=device()) for _ in range(8)]
+        torch.accelerator.synchronize()
+        found += sum(int(one.any()) for one in taken)
+    applied.remove()
+    return found
+
+
+def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
+    return [weight.tensor for weight in layer.held]
 
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -441,6 +499,11 @@ def dropped_in_flight() -> int:
 
 
 TRAININGS: dict[str, Callable[[], int]] = {
+    "frozen weights": partial(frozen_weights, plan_of()),
+    "frozen weights dropped": frozen_weights_dropped,
+    "frozen weights, swapped": partial(frozen_weights, swap_everything(5)),
+    "frozen weights, recomputed": partial(frozen_weights, plan_of(*recompute_rows([""], range(4)))),
+    "frozen weights, regions": partial(frozen_weights, plan_of(*recompute_rows(["mlp"], range(4)))),
     "swapped": swapped,
     "fetched on use": lambda: swapped(prefetch_ops=0),
     "auto windows": swapped_for_auto_windows,

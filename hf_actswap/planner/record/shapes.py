@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...plan.actions import Scope
 from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ...plan.model_structure import ModelStructure, is_below
@@ -265,6 +266,85 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
         outside_base_bytes=max(profile.outside_base_bytes + outside, 0),
         outside_ms=profile.outside_ms / (ranks if baseline.stage else 1),
     )
+
+
+def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> Profile:
+    """Return the profile of the same step with frozen weights of layers on the host (`FrozenWeights`).
+
+    On the device is the largest window of layers, at every moment. A layer waits for its copy where that
+    takes longer than the layer before it computes; recomputation, which the profile does not know, would
+    hide more. What swapped tensors have of the link is what the copies of weights leave in backward.
+
+    Args:
+        profile: a profile computed from shapes, with all weights on the device and the rates of the link.
+        sizes_bytes: bytes of each such layer, in the order of forward.
+    """
+    less = sum(sizes_bytes.values()) - window_bytes(list(sizes_bytes.values()))
+    more_ms: dict[Scope, tuple[float, float]] = {}
+    link = profile.link
+    if link is not None:
+        compute = {scope: [0.0, 0.0] for scope in sizes_bytes}
+        for op_event in profile.op_events:
+            if op_event.call[0] in compute:
+                compute[op_event.call[0]][0] += op_event.forward_ms
+                compute[op_event.call[0]][1] += op_event.backward_ms
+        copies_ms = {scope: link.in_ms(size) for scope, size in sizes_bytes.items()}
+        forward_ms = _waits_ms(copies_ms, {scope: times[0] for scope, times in compute.items()})
+        order = list(reversed(copies_ms))
+        backward = {scope: compute[scope][1] for scope in order}
+        backward_ms = _waits_ms({scope: copies_ms[scope] for scope in order}, backward)
+        more_ms = {scope: (forward_ms[scope], backward_ms[scope]) for scope in copies_ms}
+        busy_ms = step_bytes(list(sizes_bytes.values())) / 2 / link.in_bytes_per_ms
+        spent_ms = sum(backward.values()) + sum(backward_ms.values())
+        left = max(1 - busy_ms / max(spent_ms, busy_ms, 1e-9), _LEAST_LINK_SHARE)
+        link = replace(
+            link,
+            in_bytes_per_ms=link.in_bytes_per_ms * left,
+            in_beside_out_bytes_per_ms=link.in_beside_out_bytes_per_ms * left,
+        )
+    op_events = []
+    for op_event in profile.op_events:
+        waits = more_ms.pop(op_event.call[0], (0.0, 0.0)) if op_event.call[0] is not None else (0.0, 0.0)
+        op_events.append(
+            replace(
+                op_event,
+                forward_ms=op_event.forward_ms + waits[0],
+                backward_ms=op_event.backward_ms + waits[1],
+                forward_base_bytes=max(op_event.forward_base_bytes - less, 0),
+                backward_base_bytes=max(op_event.backward_base_bytes - less, 0),
+            )
+        )
+    return replace(
+        profile,
+        op_events=tuple(op_events),
+        link=link,
+        weight_bytes=profile.weight_bytes - less,
+        outside_base_bytes=max(profile.outside_base_bytes - less, 0),
+    )
+
+
+_LEAST_LINK_SHARE = 0.02
+"""Least share of the link that is left to swapped tensors: a `Link` has rates above 0."""
+
+
+def _waits_ms(copies_ms: Mapping[Scope, float], compute_ms: Mapping[Scope, float]) -> dict[Scope, float]:
+    """Return how long each layer waits for its weights, in the order in which layers run.
+
+    The first layers of the window are on the device. Each later copy begins when the layer `LAYERS_AHEAD`
+    before its own begins, and ends one after another on the link.
+    """
+    began: list[float] = []
+    waits: dict[Scope, float] = {}
+    now_ms = link_ms = 0.0
+    for at, (scope, copy_ms) in enumerate(copies_ms.items()):
+        arrived_ms = 0.0
+        if at > LAYERS_AHEAD:
+            link_ms = arrived_ms = max(link_ms, began[at - LAYERS_AHEAD]) + copy_ms
+        waits[scope] = max(arrived_ms - now_ms, 0.0)
+        now_ms = max(now_ms, arrived_ms)
+        began.append(now_ms)
+        now_ms += compute_ms[scope]
+    return waits
 
 
 def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:

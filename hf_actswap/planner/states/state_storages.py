@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ...engine.host_pool import HostBuffer, HostPool
 from ...engine.stats import Counters
-from ...engine.transfer import Copy, Transfer
+from ...engine.transfer import COMPLETE, Copy, Transfer
 
 Place = Literal["device", "leaving", "host", "returning"]
 """``leaving``: on the device, unchanged, being copied out. ``returning``: on the host, being copied in."""
@@ -148,7 +148,7 @@ class StateStorage:
         Raises:
             torch.OutOfMemoryError: the device has no room; the storage is still on the host.
         """
-        self._held, self._copy = self._transfer.reload(self.host, _COMPLETE)
+        self._held, self._copy = self._transfer.reload(self.host, COMPLETE)
         self._counters.prefetches += 1
         self._counters.prefetched_bytes += self.size_bytes
         self.place = "returning"
@@ -223,16 +223,6 @@ class StateStorage:
         copy, self._copy = self._copy, None
         if copy is not None:
             self._counters.stalled(copy.wait())
-
-
-class _Complete:
-    """A copy out that has ended."""
-
-    def wait(self) -> None:
-        return None
-
-
-_COMPLETE = _Complete()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

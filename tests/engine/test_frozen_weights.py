@@ -1,0 +1,536 @@
+"""Frozen weights on the host: bits as on the device, few layers there at once, copies as computed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+
+from hf_actswap import MemoryPlan, PlanError, apply, load_config
+from hf_actswap.engine import AppliedPlan, BlockingTransfer, host_budget
+from hf_actswap.engine.frozen_weights import LAYERS_AHEAD, FrozenWeights
+from hf_actswap.engine.host_pool import HostBuffer, PageableSlabs
+from hf_actswap.engine.layer_weights import LayerWeights
+from hf_actswap.engine.link import Link
+from hf_actswap.engine.tickets import StaleTensorError
+from hf_actswap.engine.transfer import Copy
+from hf_actswap.plan.actions import Tile
+from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
+from tests.engine.recording_transfer import RecordingTransfer
+from tests.engine.simulated_transfer import Clock, SimulatedTransfer
+from tests.engine.tiny_models import (
+    NUM_LAYERS,
+    PLANS,
+    assert_bitwise_equal,
+    batch,
+    forward,
+    gradients,
+    gradients_of_step,
+    one_step,
+    plan_of,
+    recompute_rows,
+    snapshot,
+    tiny,
+    tiny_llama,
+    tiny_neox,
+)
+
+HOST = plan_of(weights="host")
+IN_WINDOW = LAYERS_AHEAD + 1
+
+
+def lora(model: nn.Module, **settings: Any) -> nn.Module:
+    torch.manual_seed(1)
+    asked: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**(asked | settings))).train()
+
+
+def lora_llama(**settings: Any) -> nn.Module:
+    return lora(tiny_llama(), **settings)
+
+
+def prompted_llama() -> nn.Module:
+    """Every layer is frozen, and backward goes through all of them to the prompt."""
+    torch.manual_seed(1)
+    return get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def half_frozen_llama() -> nn.Module:
+    """The lower half of the layers has no backward."""
+    model = tiny_llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name or "layers.3.mlp" in name)
+    return model
+
+
+def applied_to(model: nn.Module, plan: MemoryPlan = HOST, transfer: Any = None) -> AppliedPlan:
+    applied = apply(model, replace(plan, weights="host"), transfer=transfer)
+    assert isinstance(applied, AppliedPlan)
+    return applied
+
+
+def weights_of(applied: AppliedPlan) -> FrozenWeights:
+    assert applied.weights is not None
+    return applied.weights
+
+
+def assert_same_steps(make: Callable[[], nn.Module], plan: MemoryPlan, transfer: Any = None) -> AppliedPlan:
+    """Two accumulated steps with an optimizer, on the host and without; return what was applied."""
+    model, bare = make(), make()
+    before, state = snapshot(model), copy.deepcopy(model.state_dict())
+    with torch.random.fork_rng():
+        applied = applied_to(model, plan, transfer)
+        found = [_steps(one) for one in (bare, model)]
+    for expected, got in zip(*found, strict=True):
+        assert_bitwise_equal(got, expected)
+    applied.remove()
+    assert snapshot(model) == before
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert_bitwise_equal(
+        {name: value for name, value in model.state_dict().items() if name not in trained},
+        {name: value for name, value in state.items() if name not in trained},
+    )
+    return applied
+
+
+def _steps(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in range(2):
+            one_step(model, 2 * step + part)
+        found.append(gradients(model))
+        optimizer.step()
+    return found
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lora_llama,
+    "neox with dropout": lambda: lora(tiny_neox()),
+    "qwen3": lambda: lora(tiny("Qwen3")),
+    "gemma2": lambda: lora(tiny("Gemma2")),
+    "mistral": lambda: lora(tiny("Mistral")),
+    "prompt": prompted_llama,
+    "half frozen": half_frozen_llama,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_bitwise_equal(family: str) -> None:
+    assert_same_steps(FAMILIES[family], HOST, RecordingTransfer())
+
+
+TILED = plan_of(tiles=tuple(Tile(layer, "mlp", tokens=10) for layer in range(NUM_LAYERS)))
+BESIDE = {
+    **PLANS,
+    "ops recomputed": plan_of(*recompute_rows(["mlp.act_fn", "mlp.mul", "self_attn.q_proj"], range(4))),
+    "tiles": TILED,
+    "tiles in recomputed layers": replace(TILED, rows=recompute_rows([""], range(4))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_swap_recompute_and_tiles(name: str) -> None:
+    """Against the same plan with the weights on the device: tiles have another order of sums."""
+    plan = BESIDE[name]
+    model, other = lora_llama(), lora_llama()
+    applied, kept = applied_to(model, plan, RecordingTransfer()), apply(other, plan)
+    for step in range(3):
+        assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(other, step))
+    weights = weights_of(applied)
+    # The first forward finds nothing on the device.
+    expected = 3 * weights.step_bytes + sum(layer.size_bytes for layer in weights.layers[:IN_WINDOW])
+    assert weights.stats().prefetched_bytes == expected
+    applied.remove()
+    kept.remove()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_transformers_own_checkpointing(reentrant: bool) -> None:
+    def make() -> nn.Module:
+        model = lora_llama()
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    assert_same_steps(make, HOST, RecordingTransfer())
+
+
+def test_bytes_over_the_link_are_the_formula() -> None:
+    """Each layer twice a micro-batch, without those that stay at the two turns."""
+    model = lora_llama()
+    applied = applied_to(model)
+    weights = weights_of(applied)
+    sizes = [layer.size_bytes for layer in weights.layers]
+    frozen = [
+        sum(-(-one.nbytes // 512) * 512 for one in layer.parameters() if not one.requires_grad)
+        for layer in model.base_model.model.model.layers
+    ]
+    assert sizes == frozen, "each weight at a multiple of 512"
+    totals = [0]
+    for step in range(4):
+        one_step(model, step)
+        totals.append(weights.stats().prefetched_bytes)
+    steps = [now - before for before, now in pairwise(totals)]
+    stay = sum(sizes[:IN_WINDOW]) + sum(sizes[-IN_WINDOW:])
+    assert steps[1:] == [2 * sum(sizes) - stay] * 3 == [weights.step_bytes] * 3
+    assert steps[0] == 2 * sum(sizes) - sum(sizes[-IN_WINDOW:])
+    assert weights.stats().late_prefetches == 1, "the first layer of the first forward"
+    applied.remove()
+
+
+def test_layers_below_the_lowest_trained_one_are_not_copied_in_backward() -> None:
+    model = half_frozen_llama()
+    applied = applied_to(model)
+    weights = weights_of(applied)
+    one_step(model)
+    before = weights.stats().prefetched_bytes
+    one_step(model, 1)
+    # Layers 2 and 3 stay for backward, which needs no others: the next forward begins with 0 and 1.
+    sizes = {layer.scope: layer.size_bytes for layer in weights.layers}
+    assert set(sizes) == {0, 1, 3}, "layer 2 is trained whole"
+    assert weights.stats().prefetched_bytes - before == sizes[0] + sizes[1] + sizes[3] - sizes[1]
+    applied.remove()
+
+
+class CountingTransfer(BlockingTransfer):
+    """Notes how many bytes of copies in are alive whenever another is made."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._alive: dict[int, int] = {}
+        self.most_bytes = self.count = 0
+
+    @property
+    def alive_bytes(self) -> int:
+        return sum(self._alive.values())
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        block, copied = super().reload(host, after)
+        number = self.count = self.count + 1
+        self._alive[number] = host.size_bytes
+        weakref.finalize(block.untyped_storage(), self._alive.pop, number)
+        self.most_bytes = max(self.most_bytes, self.alive_bytes)
+        return block, copied
+
+
+@pytest.mark.parametrize("plan", ["nothing", "layers recomputed", "mlp recomputed", "everything swapped"])
+def test_no_more_than_the_window_is_on_the_device(plan: str) -> None:
+    """Neither autograd nor a recomputation holds a layer's block once the layer is through."""
+    model, transfer = lora_llama(), CountingTransfer()
+    applied = applied_to(model, HOST, transfer)
+    rows = () if plan == "nothing" else PLANS[plan].rows
+    recomputing = apply(model, plan_of(*[row for row in rows if row.fate == "recompute"])) if rows else None
+    for step in range(2):
+        loss = forward(model, step)
+        assert transfer.alive_bytes <= weights_of(applied).window_bytes
+        loss.backward()
+    assert transfer.most_bytes == weights_of(applied).window_bytes == IN_WINDOW * 31744
+    del recomputing
+    applied.remove()
+    assert transfer.alive_bytes == 0
+
+
+def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
+    def run(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+        first, second, unused = forward(model, 0), forward(model, 1), forward(model, 2)
+        found = []
+        for loss, retain in ((second, True), (first, False), (second, False)):
+            model.zero_grad()
+            loss.backward(retain_graph=retain)
+            found.append(gradients(model))
+        del unused
+        return found
+
+    model = lora_llama()
+    applied = applied_to(model, transfer=RecordingTransfer())
+    for got, expected in zip(run(model), run(lora_llama()), strict=True):
+        assert_bitwise_equal(got, expected)
+    applied.remove()
+
+
+def test_evaluation_and_generate_are_as_on_the_device() -> None:
+    model, bare = lora_llama(), lora_llama()
+    applied = applied_to(model, transfer=RecordingTransfer())
+    for one in (model, bare):
+        one.eval()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batch(0)).logits, bare(input_ids=batch(0)).logits)
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=batch(1)).logits, bare(input_ids=batch(1)).logits)
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        model.generate(input_ids=batch(0), **asked), bare.generate(input_ids=batch(0), **asked)
+    )
+    for one in (model, bare):  # what inference mode has left in the window serves training
+        one.train()
+    assert_bitwise_equal(gradients_of_step(model), gradients_of_step(bare))
+    applied.remove()
+
+
+def test_saving_needs_no_device(tmp_path: Any) -> None:
+    model = lora_llama()
+    expected = copy.deepcopy(model.state_dict())
+    applied = applied_to(model, transfer=RecordingTransfer())
+    one_step(model)
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert_bitwise_equal(state, expected)
+    model.save_pretrained(tmp_path)  # the adapters
+    model.base_model.model.save_pretrained(tmp_path / "whole")
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+    applied.remove()
+
+
+def test_weights_that_are_loaded_meanwhile_are_used() -> None:
+    model, bare = lora_llama(), lora_llama()
+    applied = applied_to(model, transfer=RecordingTransfer())
+    one_step(model)
+    other = {name: value * 1.5 for name, value in bare.state_dict().items()}
+    for one in (model, bare):
+        one.load_state_dict(other)
+    for step in range(2):
+        assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
+    applied.remove()
+
+
+def test_a_write_between_forward_and_backward_is_an_error() -> None:
+    model = lora_llama()
+    applied = applied_to(model)
+    loss = forward(model)
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight.mul_(2)
+    with pytest.raises(StaleTensorError, match="modified by an inplace operation"):
+        loss.backward()
+    applied.remove()
+
+
+def test_a_layer_that_writes_its_weights_is_an_error() -> None:
+    model = lora_llama()
+    layer = model.base_model.model.model.layers[1]
+
+    def writes(module: nn.Module, _args: Any) -> None:
+        with torch.no_grad():
+            module.up_proj.base_layer.weight.mul_(2)
+
+    layer.mlp.register_forward_pre_hook(writes)
+    applied = applied_to(model)
+    with pytest.raises(PlanError, match=r"layers\.1: .*writes mlp\.up_proj\.base_layer\.weight in place"):
+        forward(model)
+    applied.remove()
+
+
+def test_after_an_exception_in_mid_step_training_goes_on() -> None:
+    model, bare = lora_llama(), lora_llama()
+    applied = applied_to(model, transfer=RecordingTransfer())
+    raising = model.base_model.model.model.layers[2].register_forward_pre_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        forward(model)
+    raising.remove()
+    for step in range(2):
+        assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
+    applied.remove()
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_graph_outlives_the_removal() -> None:
+    model, bare = lora_llama(), lora_llama()
+    applied = applied_to(model)
+    loss = forward(model)
+    applied.remove()
+    loss.backward()
+    assert_bitwise_equal(gradients(model), gradients_of_step(bare))
+
+
+def test_a_call_in_a_second_thread_is_rejected() -> None:
+    model = lora_llama()
+    applied = applied_to(model)
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                model(input_ids=batch(0))
+        except PlanError as error:
+            found.append(error)
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.base_model.model.model.layers[1].mlp.register_forward_pre_hook(meanwhile)
+    forward(model)
+    handle.remove()
+    assert "one call at a time where weights wait on the host" in str(found[0])
+    applied.remove()
+
+
+def test_moving_the_model_leaves_the_weights_of_layers() -> None:
+    model = lora_llama()
+    applied = applied_to(model)
+    names = weights_of(applied).names_in(model)
+    assert len(names) == NUM_LAYERS * 9, "seven projections and two norms"
+    model.to("meta")
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta == (name not in names), name
+    with pytest.raises(PlanError, match=r"expected .* in torch\.float32, .* a change to torch\.bfloat16"):
+        model.to(torch.bfloat16)
+    assert model._ddp_params_and_buffers_to_ignore == names
+    applied.remove()
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert all(parameter.is_meta for parameter in model.to("meta").parameters())
+
+
+def test_tied_and_trained_weights_stay() -> None:
+    model = tiny_llama()
+    model.requires_grad_(False)
+    layers = model.model.layers
+    layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight  # of two layers
+    layers[3].input_layernorm.weight = model.model.norm.weight  # of a layer and of the model
+    layers[2].post_attention_layernorm.weight.requires_grad_(True)
+    applied = applied_to(model)
+    names = weights_of(applied).names_in(model)
+    assert not {
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.embed_tokens.weight",
+    } & set(names)
+    assert len(names) == NUM_LAYERS * 9 - 4
+    applied.remove()
+
+
+def test_a_copy_of_the_model_is_an_ordinary_model() -> None:
+    model = lora_llama()
+    applied = applied_to(model)
+    one_step(model)
+    copied = copy.deepcopy(model)
+    assert_bitwise_equal(gradients_of_step(copied, 1), gradients_of_step(lora_llama(), 1))
+    copied.to(torch.bfloat16)
+    applied.remove()
+
+
+def test_what_owns_the_weights_already_is_named() -> None:
+    with pytest.raises(PlanError, match="none: all parameters of the layers are trained"):
+        applied_to(tiny_llama())
+    compiled = lora_llama()
+    compiled.base_model.model.model.layers[1].compile(backend="eager")
+    with pytest.raises(PlanError, match=r"memory\.weights: .*torch\.compile"):
+        applied_to(compiled)
+    with torch.device("meta"):
+        empty = lora(tiny_llama())
+    with pytest.raises(PlanError, match="weights on meta"):
+        applied_to(empty)
+    model = lora_llama()
+    applied = applied_to(model)
+    with pytest.raises(PlanError, match="on the host already"):
+        FrozenWeights(model, applied.structure)
+    applied.remove()
+
+
+def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
+    model = lora_llama()
+    applied = applied_to(model, replace(HOST, host_memory_bytes=100_000))
+    with pytest.raises(PlanError, match=r"host memory for the frozen weights of .*layers\.3"):
+        forward(model)
+    applied.remove()
+    assert_bitwise_equal(gradients_of_step(model), gradients_of_step(lora_llama()))
+
+
+BESIDE_HOST = {
+    "the planner": "memory: {mode: adaptive, weights: host}",
+    "tensor parallelism": "memory: {weights: host}\nparallel_config: {tensor_parallel_size: 2}",
+    "a streamed sequence": "memory: {weights: host}\nstream_config: {tokens: 16}",
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_HOST)
+def test_what_does_not_work_beside_it_is_rejected_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"memory.weights: expected keep beside {name}.*found host"):
+        load_config(BESIDE_HOST[name])
+
+
+@pytest.mark.parametrize(("copy_ms", "hidden"), [(25.0, True), (60.0, False)])
+def test_copies_are_hidden_where_they_take_no_longer_than_a_layer(
+    copy_ms: float, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 31 leaf modules of a layer take 1 ms each in forward, 2 ms in backward."""
+    clock = Clock()
+    model = lora_llama()
+    rate = 31744 / copy_ms
+    clock.drive(model)
+    link = Link(rate, rate, rate, rate, latency_ms=0.0)
+    monkeypatch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())
+    applied = applied_to(model, transfer=SimulatedTransfer(clock, link))
+    weights = weights_of(applied)
+    one_step(model)
+    first = weights.stats()
+    for step in range(3):
+        one_step(model, step)
+    later = weights.stats() - first
+    assert later.late_prefetches == 0
+    assert (later.stalls == 0) == hidden
+    assert later.prefetched_bytes == 3 * weights.step_bytes
+    applied.remove()
+
+
+@pytest.mark.parametrize(("never_waits", "wrong"), [(None, False), ("in", True)])
+def test_every_wait_is_needed_and_no_block_is_dropped_while_a_copy_writes_it(
+    never_waits: Any, wrong: bool
+) -> None:
+    machine = Machine([1])
+    model, bare = lora_llama(), lora_llama()
+    for module in model.modules():
+        module.register_forward_hook(machine.beat)
+    applied = applied_to(model, transfer=DisorderlyTransfer(machine, [1], [7, 0, 40], never_waits))
+    got = [gradients_of_step(model, step) for step in range(2)]
+    expected = [gradients_of_step(bare, step) for step in range(2)]
+    same = all(
+        torch.equal(one[name], other[name]) for one, other in zip(got, expected, strict=True) for name in one
+    )
+    assert (not same) == wrong
+    forward(model)  # and its backward never runs
+    applied.remove()
+    machine.finish()
+    assert bool(machine.violations) == wrong
+
+
+def test_a_block_dropped_without_its_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the test above looks for: copies ahead whose layer is never called."""
+
+    def drop(layer: LayerWeights) -> None:
+        layer._copy, layer._block, layer._views = None, None, ()
+
+    def violations() -> list[str]:
+        machine = Machine([1])
+        model = lora_llama()
+        applied = applied_to(model, transfer=DisorderlyTransfer(machine, [1], [50]))
+        handle = model.base_model.model.model.layers[1].register_forward_pre_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            forward(model)
+        handle.remove()
+        applied.remove()
+        machine.finish()
+        return machine.violations
+
+    assert violations() == []
+    monkeypatch.setattr(LayerWeights, "drop", drop)
+    assert violations() == ["block dropped before its copy in was complete"]

@@ -1,0 +1,84 @@
+"""The Trainer with frozen weights on the host: it never moves them, and trains what it trains without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, set_seed
+
+from hf_actswap import ActSwapTrainingArguments
+from hf_actswap.engine.frozen_weights import weights_of
+from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
+
+HOST: dict[str, Any] = {"memory": {"weights": "host"}}
+
+
+def lora() -> nn.Module:
+    model = tiny_llama()
+    set_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def trainer_of(folder: Path, actswap: dict[str, Any] | None, **settings: Any) -> Trainer:
+    asked = {**SHORT_ON_CPU, "max_steps": 3, "gradient_accumulation_steps": 2, **settings}
+    args = ActSwapTrainingArguments(output_dir=str(folder), actswap=actswap, **asked)
+    return Trainer(model=lora(), args=args, train_dataset=Tokens(), eval_dataset=Tokens(8))
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.parametrize("beside", [{}, {"recompute_config": {"recompute": True}}])
+def test_training_and_evaluation_are_bitwise_those_without(tmp_path: Path, beside: dict[str, Any]) -> None:
+    bare = trainer_of(tmp_path, None)
+    before = bare.evaluate()["eval_loss"]
+    expected = bare.train().training_loss
+    after = bare.evaluate()["eval_loss"]
+
+    trainer = trainer_of(tmp_path, {**HOST, **beside})
+    assert trainer.evaluate()["eval_loss"] == before
+    assert trainer.train().training_loss == expected
+    assert trainer.evaluate()["eval_loss"] == after
+    weights = weights_of(trainer.model)
+    assert weights is not None, "evaluation streams them as well"
+    assert weights.stats().prefetched_bytes > 6 * weights.step_bytes
+    for name, one in trained(trainer.model).items():
+        assert torch.equal(one, trained(bare.model)[name]), name
+
+
+def test_the_trainer_leaves_the_weights_where_they_are(tmp_path: Path) -> None:
+    args = ActSwapTrainingArguments(output_dir=str(tmp_path), actswap=HOST, **SHORT_ON_CPU)
+    assert args.place_model_on_device is False
+    other = ActSwapTrainingArguments(output_dir=str(tmp_path), actswap=None, **SHORT_ON_CPU)
+    assert other.place_model_on_device is None
+    trainer = Trainer(model=lora(), args=args, train_dataset=Tokens())
+    trainer.model.to("meta")
+    weights = weights_of(trainer.model)
+    assert weights is not None
+    assert {name for name, one in trainer.model.named_parameters() if not one.is_meta} == set(
+        weights.names_in(trainer.model)
+    )
+
+
+def test_adapters_are_saved_and_training_goes_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = trainer_of(tmp_path / "whole", HOST, **settings)
+    whole.train()
+    resumed = trainer_of(tmp_path / "resumed", HOST, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for name, one in trained(resumed.model).items():
+        assert torch.equal(one, trained(whole.model)[name]), name
+    assert (tmp_path / "whole" / "checkpoint-4" / "adapter_model.safetensors").exists()
+
+
+def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "hf_actswap"):
+        trainer = trainer_of(tmp_path, HOST)
+        trainer.train()
+    assert "frozen weights of the layers: on the host, copied in layer by layer" in caplog.text

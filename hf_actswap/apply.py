@@ -137,20 +137,20 @@ def _apply_config(
     optimizer: torch.optim.Optimizer | None,
     meter: Meter | None,
 ) -> AppliedPlan | Planner:
-    shape = model_structure(model)
-    plan = resolve_plan(requested, shape)
+    structure = model_structure(model)
+    plan = resolve_plan(requested, structure)
     for warning in plan.warnings:
         logger.log(logging.WARNING if requested.log == "reference" else logging.DEBUG, "%s", warning)
     for changed in plan.adjustments:
         logger.warning("%s", changed)
     if requested.memory.mode == "off":
-        return apply_plan(model, plan, shape, resources)
+        return apply_plan(model, plan, structure, resources)
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
     if plan.streamed is not None:
         budget = ChunkBudget(requested.memory, optimizer, meter)
-        return apply_plan(model, plan, shape, resources, budget)
-    training = PlannedTraining(model, shape, plan, requested.memory, optimizer)
+        return apply_plan(model, plan, structure, resources, budget)
+    training = PlannedTraining(model, structure, plan, requested.memory, optimizer)
     return plan_while_training(training, resources, meter=meter, written=requested)
 
 
@@ -235,7 +235,7 @@ def plan_while_training(
 def apply_plan(
     model: nn.Module,
     plan: MemoryPlan,
-    shape: ModelStructure,
+    structure: ModelStructure,
     resources: Resources = Resources(),
     chunk_budget: ChunkBudget | None = None,
 ) -> AppliedPlan:
@@ -251,21 +251,21 @@ def apply_plan(
     Raises:
         PlanError: the plan does not fit the model, or requests something that this version does not support.
     """
-    shape = shape.with_stacks_of(plan)
-    _reject_what_cannot_be_applied(model, plan, shape)
+    structure = structure.with_stacks_of(plan)
+    _reject_what_cannot_be_applied(model, plan, structure)
     bar = resources.progress or _bar_on_rank_0()
     given = replace(resources, progress=bar, replicas=resources.replicas or enclosing_replicas())
-    weights, owned = weights_on_host(model, plan, shape, given.transfer)
+    weights, owned = weights_on_host(model, plan, structure, given.transfer)
     try:
-        applied = install(model, plan, shape, replace(given, weights=weights))
+        applied = install(model, plan, structure, replace(given, weights=weights))
     except BaseException:
         owned()
         raise
     applied.on_remove(owned, last=True)
-    restores = _gathering_once(unwrapped(model), plan, shape)
+    restores = _gathering_once(unwrapped(model), plan, structure)
     if plan.rows or given.pack_handler is not None:
         restores += _without_cache(unwrapped(model), given.pack_handler is None)
-    if plan.fingerprint is not None and plan.fingerprint.batch_shape and not shape.compiled:
+    if plan.fingerprint is not None and plan.fingerprint.batch_shape and not structure.compiled:
         restores.append(_comparing_batches(unwrapped(model), plan.fingerprint.batch_shape))
     if plan.streamed is not None:
         root = unwrapped(model)
@@ -277,7 +277,7 @@ def apply_plan(
 
 
 def weights_on_host(
-    model: nn.Module, plan: MemoryPlan, shape: ModelStructure, transfer: Transfer | None = None
+    model: nn.Module, plan: MemoryPlan, structure: ModelStructure, transfer: Transfer | None = None
 ) -> tuple[FrozenWeights | None, Callable[[], None]]:
     """Keep frozen weights of the layers on the host, if the plan says so and they are not there yet.
 
@@ -294,7 +294,7 @@ def weights_on_host(
     found = weights_of(root)
     if plan.weights == "keep" or found is not None:
         return found, lambda: None
-    weights = FrozenWeights(root, shape, transfer, plan.bind_numa, plan.host_memory_bytes)
+    weights = FrozenWeights(root, structure, transfer, plan.bind_numa, plan.host_memory_bytes)
     weights.attach()
     ignored = [*getattr(model, _IGNORED_BY_DDP, ()), *weights.names_in(model)]
     setattr(model, _IGNORED_BY_DDP, ignored)
@@ -320,7 +320,7 @@ def _is_rank_0() -> bool:
     return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
 
 
-def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> None:
+def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> None:
     problems = [
         Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
         for requested in plan.unsupported
@@ -336,9 +336,9 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Mo
             )
         )
     if plan.streamed is not None:
-        problems += problems_of_model(root, shape)
+        problems += problems_of_model(root, structure)
     else:
-        problems += problems_of_checkpointing(shape.layer_modules(root), plan, shape.compiled)
+        problems += problems_of_checkpointing(structure.layer_modules(root), plan, structure.compiled)
     if plan.fingerprint is not None:
         problems += plan.fingerprint.problems_of(root)
     if problems:
@@ -364,7 +364,7 @@ def _comparing_batches(root: nn.Module, expected: tuple[int, ...]) -> Callable[[
     return handle.remove
 
 
-def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> list[Callable[[], None]]:
+def _gathering_once(root: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> list[Callable[[], None]]:
     """Let layers save gathered inputs where they are recomputed whole or in ``plan.keeps_gathered``.
 
     Returns functions that undo it.
@@ -372,7 +372,7 @@ def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) ->
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
     kept = {*whole, *plan.keeps_gathered}
     return [
-        keep_gathered_inputs(layer) for scope, layer in shape.layer_modules(root).items() if scope in kept
+        keep_gathered_inputs(layer) for scope, layer in structure.layer_modules(root).items() if scope in kept
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_actswap import MemoryPlan, PlanError, apply, model_structure
-from hf_actswap.plan.actions import Tile
+from hf_actswap.plan import Tile
 from hf_actswap.plan.tiles import checked_tiles
 from tests.parallel.patched_models import VOCABULARY, tiny_model
 

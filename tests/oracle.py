@@ -35,13 +35,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import hf_actswap
 from hf_actswap import apply, load_config, model_structure, resolve_plan
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.plan import MemoryPlan
-from hf_actswap.planner import Limits, Profile
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.record.shapes import profile_from_shapes
-from hf_actswap.planner.search.find_plan import find_plan
+from hf_actswap.planner import Limits, Profile, find_plan, predict, profile_from_shapes
 from tests.engine.tiny_models import CASES, batch, tiny_llama
 from tests.plan.test_recompute_vectors import FULL_VECTORS, SELECT_VECTORS
 from tests.plan.test_swap_vectors import VECTORS

@@ -148,19 +148,19 @@ def _explained(
     return Answer(lambda: document, lambda: _explanation(scope, model, ops, config.memory.mode))
 
 
-def _scope(text: str, shape: ModelStructure) -> Scope:
+def _scope(text: str, structure: ModelStructure) -> Scope:
     if text in SCOPES:
         return text
-    count = len(shape.layers)
+    count = len(structure.layers)
     if text.isdecimal() and int(text) < count:
         return int(text)
     raise ExplainError([Problem("LAYER", f"0 to {count - 1}, or one of {', '.join(SCOPES)}", text)])
 
 
-def _paths(shape: ModelStructure, scope: Scope, op: str) -> list[str]:
+def _paths(structure: ModelStructure, scope: Scope, op: str) -> list[str]:
     if op in ("", OUTPUT) or not isinstance(scope, int):
         return [op]
-    names = LayerNames(shape.layers[scope])
+    names = LayerNames(structure.layers[scope])
     found = [target for match in names.match(op) for target in match.targets]
     if not found:
         hint = names.hint(op) or nearest(op, names.all_names())
@@ -168,7 +168,7 @@ def _paths(shape: ModelStructure, scope: Scope, op: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _with_rows_below(plan: MemoryPlan, shape: ModelStructure, scope: Scope, path: str) -> list[str]:
+def _with_rows_below(plan: MemoryPlan, structure: ModelStructure, scope: Scope, path: str) -> list[str]:
     """Return the ops inside ``path`` that rows name, and ``path`` itself unless that is all of it."""
     below = [
         row.op_path
@@ -177,18 +177,18 @@ def _with_rows_below(plan: MemoryPlan, shape: ModelStructure, scope: Scope, path
     ]
     if not below or not isinstance(scope, int):
         return [path]
-    inside = [op.path for op in shape.layers[scope].ops if op.path != path and is_below(op.path, path)]
+    inside = [op.path for op in structure.layers[scope].ops if op.path != path and is_below(op.path, path)]
     whole = all(any(is_below(op, named) or is_below(named, op) for named in below) for op in inside)
     return below if whole else [*below, path]
 
 
-def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path: str) -> bool:
+def _concerns(adjustment: Adjustment, structure: ModelStructure, scope: Scope, path: str) -> bool:
     """Whether an adjustment names this op's layer, and the op by the user's or the layer's name for it."""
     if not isinstance(scope, int) or (adjustment.layers and scope not in adjustment.layers):
         return False
     if not adjustment.op_path:
         return bool(adjustment.layers)
-    names = LayerNames(shape.layers[scope])
+    names = LayerNames(structure.layers[scope])
     written = [name.strip() for name in adjustment.op_path.split(", ")]
     targets = {target for name in written for match in names.match(name) for target in match.targets}
     return any(is_below(path, name) or is_below(name, path) for name in {*targets, *written})

@@ -14,17 +14,35 @@ It depends on tensors, autograd and streams, and on neither YAML nor model famil
 
 from __future__ import annotations
 
+from .chunked_logits import ChunkedLogits
+from .evictable import EvictableTensors
+from .frozen_weights import FrozenWeights
+from .host_budget import record_saved
+from .host_pool import HostBuffer, HostPool, PageableSlabs, PinnedSlabs
 from .install import AppliedPlan, install
+from .link import Link
 from .plan_runtime import Resources
 from .stats import SwapStats
-from .transfer import BlockingTransfer, StreamTransfer, Transfer
+from .tickets import StaleTensorError
+from .transfer import BlockingTransfer, Copy, StreamTransfer, Transfer
 
 __all__ = [
     "AppliedPlan",
     "BlockingTransfer",
+    "ChunkedLogits",
+    "Copy",
+    "EvictableTensors",
+    "FrozenWeights",
+    "HostBuffer",
+    "HostPool",
+    "Link",
+    "PageableSlabs",
+    "PinnedSlabs",
     "Resources",
+    "StaleTensorError",
     "StreamTransfer",
     "SwapStats",
     "Transfer",
     "install",
+    "record_saved",
 ]

@@ -42,27 +42,27 @@ class ForwardPass:
     """Decides for each tensor that autograd saves in one forward what becomes of it, by its producer.
 
     Args:
-        setting: what all forwards under one applied plan share.
+        context: what all forwards under one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
         traces: cached traces of the scopes, which are also learned here.
         call: arguments of the model, which are unowned.
     """
 
     def __init__(
-        self, setting: ForwardContext, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
+        self, context: ForwardContext, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
     ) -> None:
         # 30 attributes at most: with more, Python takes a tenth longer to find any of them, in `pack` too.
-        self._setting, self._traces = setting, traces
-        self._fates = setting.fates
-        self._keep = setting.pack_handler or keep
+        self._context, self._traces = context, traces
+        self._fates = context.fates
+        self._keep = context.pack_handler or keep
         self.owners = Owners(outside, call)
         self.backward = Backward()
         self._hooks: list[int] = []
         self._clock = self.backward.clock
         self._inputs = CheckpointInputs(self._clock, self._hooks)
-        self._swapped = SwappedStorages(setting, self._inputs)
+        self._swapped = SwappedStorages(context, self._inputs)
         self._releases, self._small_bytes = self._swapped.releases, 0
-        self._auto = setting.auto.forward_starts(self.backward) if setting.auto is not None else None
+        self._auto = context.auto.forward_starts(self.backward) if context.auto is not None else None
         self._settled = self._auto is None or self._auto.settled
         self._autocast = False
         self._ended = False
@@ -203,11 +203,11 @@ class ForwardPass:
         elif self._between_watched is not None:
             self._traces.watched(BETWEEN, self._between_watched)
         self._ended, self._call, self.region, self._steps, self._watched = True, None, None, None, None
-        if self._auto is not None and self._setting.auto is not None:
-            self._setting.auto.forward_ended(self._auto)
+        if self._auto is not None and self._context.auto is not None:
+            self._context.auto.forward_ended(self._auto)
         self._inputs.clear()
         if self._small_bytes:
-            self._setting.counters.rejected[TOO_SMALL] += self._small_bytes
+            self._context.counters.rejected[TOO_SMALL] += self._small_bytes
         wants = self._swapped.end(self.backward)
         if wants:
             self.backward.schedule(PrefetchOrder(self._hooks, wants))
@@ -224,7 +224,7 @@ class ForwardPass:
             if in_decoder and isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
                 self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
             self.own_outside((args, kwargs))
-        self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # in a pack hook it is off
+        self._autocast = torch.is_autocast_enabled(self._context.device.type)  # in a pack hook it is off
         self.owners.enter(place.modules)
 
     def _mismatch(self, scope: Scope | None) -> None:

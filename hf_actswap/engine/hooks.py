@@ -211,7 +211,7 @@ class Engine:
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks; return functions that remove them, in order of installation.
 
-        After removal they may be installed again: cached traces, counters and the setting are kept.
+        After removal they may be installed again: cached traces, counters and the context are kept.
         """
         if not self._acts:
             return []
@@ -315,18 +315,18 @@ class Engine:
             self._leave_inside()
         else:
             self._follow_inside()
-        if self._runtime.setting is None:
+        if self._runtime.context is None:
             reject_offloaded_weights(self._root)
-        setting, new = self._runtime.prepared()
+        context, new = self._runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs)
             self._settle(forecast)
-            self._runtime.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
+            self._runtime.host.make_ready(context.pool, context.transfer.overlaps, self.plan, forecast)
             if not self._runtime.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
-        forward = ForwardPass(self._runtime.watched(setting), self._outside, traces, (args, kwargs))
+        forward = ForwardPass(self._runtime.watched(context), self._outside, traces, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
@@ -335,8 +335,8 @@ class Engine:
     @property
     def _measures(self) -> bool:
         """Whether windows that the plan leaves open are chosen by measurement."""
-        setting = self._runtime.setting
-        return setting is not None and setting.auto is not None and setting.transfer.overlaps
+        context = self._runtime.context
+        return context is not None and context.auto is not None and context.transfer.overlaps
 
     def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if self._guard.runs_elsewhere:

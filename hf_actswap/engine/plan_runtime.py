@@ -65,7 +65,7 @@ class PlanRuntime:
     Attributes:
         counters: as given.
         host: the host memory.
-        setting: what all forwards share; ``None`` before the first forward.
+        context: what all forwards share; ``None`` before the first forward.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PlanRuntime:
         self._resources, self._pack_handler = resources, resources.pack_handler
         self._adjusted = adjusted
         self.host = HostMemory(plan) if resources.host is None else resources.host
-        self.setting: ForwardContext | None = None
+        self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
         """Receives the copies of forwards that start from now on, and of their backward; may be ``None``."""
@@ -99,8 +99,8 @@ class PlanRuntime:
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler
-        if self.setting is not None:
-            self.setting = replace(self.setting, pack_handler=pack_handler)
+        if self.context is not None:
+            self.context = replace(self.context, pack_handler=pack_handler)
 
     def bind(self) -> None:
         """Keep the calling thread beside the device, if the plan swaps and allows it."""
@@ -113,12 +113,12 @@ class PlanRuntime:
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
     def prepared(self) -> tuple[ForwardContext, bool]:
-        """Return the setting of the coming forward, and whether it is new, as after the model has moved."""
+        """Return the context of the coming forward, and whether it is new, as after the model has moved."""
         device = self.device()
-        if self.setting is not None and self.setting.device == device:
-            return self.setting, False
+        if self.context is not None and self.context.device == device:
+            return self.context, False
         self.host.bind(device, self._plan)
-        self.setting = None
+        self.context = None
         transfer = self.transfer()
         pool = self.pool(transfer)
         auto = None
@@ -126,7 +126,7 @@ class PlanRuntime:
             given = transfer, pool, self.counters, self._pending_bytes, self._adjusted
             passes = self._resources.passes
             auto = AutoWindows(*given) if passes is None else StageWindows(*given, passes)
-        self.setting = ForwardContext(
+        self.context = ForwardContext(
             self._fates,
             pool,
             transfer,
@@ -137,19 +137,19 @@ class PlanRuntime:
             self._pack_handler,
             self._resources.passes,
         )
-        return self.setting, True
+        return self.context, True
 
-    def watched(self, setting: ForwardContext) -> ForwardContext:
-        """Return ``setting`` for a new forward, with observed copies if there is a listener or profiler."""
+    def watched(self, context: ForwardContext) -> ForwardContext:
+        """Return ``context`` for a new forward, with observed copies if there is a listener or profiler."""
         profiled = profiler_is_on()
         if self.listener is None and not profiled:
-            return setting
-        return replace(setting, transfer=WatchedTransfer(setting.transfer, self.listener, profiled))
+            return context
+        return replace(context, transfer=WatchedTransfer(context.transfer, self.listener, profiled))
 
     def transfer(self) -> Transfer:
         """Return the transfer in use, or the one that would be used on the present device."""
-        if self.setting is not None:
-            return self.setting.transfer
+        if self.context is not None:
+            return self.context.transfer
         weights = self._resources.weights
         if weights is not None:
             return weights.transfer(self.device())
@@ -161,7 +161,7 @@ class PlanRuntime:
 
     def stats(self) -> SwapStats:
         """Return the totals that were counted, and the present use of host memory."""
-        return self.counters.snapshot(self.host.opened if self.setting is None else self.setting.pool)
+        return self.counters.snapshot(self.host.opened if self.context is None else self.context.pool)
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""

@@ -53,16 +53,16 @@ class SwappedStorages:
     """Copies out the storages that one forward swaps, releases them when due, and lists them for backward.
 
     Args:
-        setting: what all forwards under one applied plan share.
+        context: what all forwards under one applied plan share.
         inputs: is told of swapped storages that may be inputs of checkpointed layers.
     """
 
-    def __init__(self, setting: ForwardContext, inputs: CheckpointInputs) -> None:
-        self._setting, self._inputs = setting, inputs
-        self._name = setting.transfer.name if isinstance(setting.transfer, WatchedTransfer) else None
+    def __init__(self, context: ForwardContext, inputs: CheckpointInputs) -> None:
+        self._context, self._inputs = context, inputs
+        self._name = context.transfer.name if isinstance(context.transfer, WatchedTransfer) else None
         self._groups: dict[int, weakref.ref[SwapGroup]] = {}
         self._all_groups: list[weakref.ref[SwapGroup]] = []
-        passes = setting.passes
+        passes = context.passes
         self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = (
             ReleaseQueue() if passes is None else passes.releases(next_node_number())
         )
@@ -130,7 +130,7 @@ class SwappedStorages:
 
     def end(self, backward: Backward) -> list[PrefetchRequest[Reference]]:
         """End the forward: release the rest, now or when due; return the storages that backward will need."""
-        queue, passes = self.releases, self._setting.passes
+        queue, passes = self.releases, self._context.passes
         if passes is not None and isinstance(queue, CrossingReleases):
             _release(passes.forward_ended(queue, self._all_groups, backward))
         else:
@@ -169,10 +169,10 @@ class SwappedStorages:
         op: int,
         asked: Action,
     ) -> SwapGroup | None:
-        setting = self._setting
-        host = setting.pool.take(moved[1] - moved[0])
+        context = self._context
+        host = context.pool.take(moved[1] - moved[0])
         if host is None:
-            setting.counters.rejected[NO_HOST_MEMORY] += tensor.nbytes
+            context.counters.rejected[NO_HOST_MEMORY] += tensor.nbytes
             return None
         if self._name is not None:
             self._name((asked.scope, asked.op_path))
@@ -184,13 +184,13 @@ class SwappedStorages:
                 whole,
                 moved,
                 host,
-                setting.pool,
-                setting.transfer,
-                setting.counters,
+                context.pool,
+                context.transfer,
+                context.counters,
                 windows.prefetch_ops,
             )
         except BaseException:
-            setting.pool.give_back(host)
+            context.pool.give_back(host)
             raise
         reference = weakref.ref(group)
         self._groups[storage._cdata] = reference
@@ -203,17 +203,17 @@ class SwappedStorages:
         reason = self.rejection(tensor)
         if reason is None:
             return False
-        self._setting.counters.rejected[reason] += tensor.nbytes
+        self._context.counters.rejected[reason] += tensor.nbytes
         return True
 
     def rejection(self, tensor: torch.Tensor) -> str | None:
         """Return why a tensor must stay on the device, without counting it; ``None``: it may move."""
-        setting = self._setting
-        reason = unmovable(tensor, setting.device)
+        context = self._context
+        reason = unmovable(tensor, context.device)
         if reason is not None:
             return reason
         size_bytes = tensor.nbytes
-        if size_bytes < setting.min_tensor_bytes and not self._moves(tensor):
+        if size_bytes < context.min_tensor_bytes and not self._moves(tensor):
             return TOO_SMALL
         return None if size_bytes else "empty"
 

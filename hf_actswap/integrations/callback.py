@@ -358,17 +358,17 @@ class ActSwapCallback(TrainerCallback):
                 if self._divides and parallel is None:
                     raise ParallelTrainingError([_ADDED_LATER])
                 with nullcontext() if parallel is None else parallel.whole_model():
-                    shape = model_structure(model)
-                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
+                    structure = model_structure(model)
+                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, structure)
                 if parallel is not None:
                     facts.update(parallel.expect_batches(event.get("train_dataloader")))
             with self._console_on_rank_0(state):
                 if isinstance(requested, MemoryPlan):
-                    say_what_to_know_of(self._source, requested, shape)
+                    say_what_to_know_of(self._source, requested, structure)
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             training = PlannedTraining(
                 model,
-                shape,
+                structure,
                 own,
                 config.memory,
                 event.get("optimizer"),

@@ -13,20 +13,40 @@ The package knows names, layers, ops and bytes. It knows no CUDA streams, and no
 
 from __future__ import annotations
 
-from .actions import Adjustment, ConfigOrPlan, MemoryPlan, PlanRow, Windows, load_config_or_plan, load_plan
+from .actions import (
+    Adjustment,
+    ConfigOrPlan,
+    MemoryPlan,
+    PlanRow,
+    Tile,
+    Windows,
+    fingerprint_of,
+    load_config_or_plan,
+    load_plan,
+)
+from .layout import build_layout
 from .model_structure import ModelStructure, model_structure
 from .resolve import resolve_plan, with_problems_of_model
+from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, swapped_bytes
 
 __all__ = [
     "Adjustment",
     "ConfigOrPlan",
     "MemoryPlan",
     "ModelStructure",
+    "OpCall",
     "PlanRow",
+    "SavedBytes",
+    "SavedStorage",
+    "Tile",
+    "Use",
     "Windows",
+    "build_layout",
+    "fingerprint_of",
     "load_config_or_plan",
     "load_plan",
     "model_structure",
     "resolve_plan",
+    "swapped_bytes",
     "with_problems_of_model",
 ]

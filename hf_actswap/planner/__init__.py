@@ -4,7 +4,7 @@ In: a model, its optimizer and the ``memory`` section (`PlannedTraining`, `start
 Out: a `Planner`, which puts a `MemoryPlan` on the model and improves it; a `Prediction` of peak and time.
 
 `record` records a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
-`search` solves for the fastest plan; `rescue` lets a step survive when the device runs out of memory;
+`search` solves for the fastest plan; `oom_guard` lets a step survive when the device runs out of memory;
 `states` keeps optimizer states on the host. `phases` leads from warm-up to search to the stable phase.
 
 This package knows profiles, costs and plans, but neither YAML nor transformers.
@@ -13,23 +13,43 @@ This package knows profiles, costs and plans, but neither YAML nor transformers.
 from __future__ import annotations
 
 from .budget import BudgetError
+from .cost.simulate import Simulator, predict
 from .meter import AllocatorMeter, CountingMeter, Meter
-from .oom_guard import op_hook
+from .oom_guard import OomGuard, op_hook
 from .phases import Planner
-from .profile import Limits, Prediction, Profile
+from .profile import FrontierPoint, Limits, OpEvent, Prediction, Profile
+from .record.devices import device_rates
+from .record.profile_document import profile_from_json, profile_to_json
+from .record.recorder import DeviceClock, StepRecorder
+from .record.shapes import profile_from_shapes
 from .run import PlannedTraining
+from .search.find_plan import find_plan
 from .start import start_planner
+from .states.optimizer_states import OptimizerStates
 
 __all__ = [
     "AllocatorMeter",
     "BudgetError",
     "CountingMeter",
+    "DeviceClock",
+    "FrontierPoint",
     "Limits",
     "Meter",
+    "OomGuard",
+    "OpEvent",
+    "OptimizerStates",
     "PlannedTraining",
     "Planner",
     "Prediction",
     "Profile",
+    "Simulator",
+    "StepRecorder",
+    "device_rates",
+    "find_plan",
     "op_hook",
+    "predict",
+    "profile_from_json",
+    "profile_from_shapes",
+    "profile_to_json",
     "start_planner",
 ]

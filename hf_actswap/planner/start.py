@@ -264,7 +264,7 @@ def _fitting(found: FilePlan, training: PlannedTraining, here: MadeFor) -> tuple
 
 def problems_of_planner(
     model: nn.Module,
-    shape: ModelStructure,
+    structure: ModelStructure,
     mode: Literal["smart_swap", "adaptive"],
     *,
     allocator: str | None = None,
@@ -274,22 +274,22 @@ def problems_of_planner(
 
     Args:
         model: the model on its device, bare or in its wrappers.
-        shape: its structure.
+        structure: its structure.
         mode: ``memory.mode``.
         allocator: name of the device's allocator; ``None``: what `allocator_name` returns.
         environment: the process's environment variables; ``None``: ``os.environ``.
     """
     root = unwrapped(model)
-    layers = shape.layer_modules(root)
+    layers = structure.layer_modules(root)
     device = next((weight.device for weight in root.parameters()), torch.device("cpu"))
     name = allocator_name(device) if allocator is None else allocator
-    problems = [_one_process(model), _allocator(name), _compiled_whole(shape)]
+    problems = [_one_process(model), _allocator(name), _compiled_whole(structure)]
     if device.type == "cuda":
         problems.append(_uncached(os.environ if environment is None else environment))
     if mode == "adaptive":
         problems.append(_checkpointed(layers))
     else:
-        problems += problems_of_checkpointing(layers, _A_SWAP, shape.compiled)
+        problems += problems_of_checkpointing(layers, _A_SWAP, structure.compiled)
     return [problem for problem in problems if problem is not None]
 
 
@@ -321,9 +321,9 @@ def _one_process(model: nn.Module) -> Problem | None:
     return Problem("model", "one process per device", "nn.DataParallel", hint)
 
 
-def _compiled_whole(shape: ModelStructure) -> Problem | None:
+def _compiled_whole(structure: ModelStructure) -> Problem | None:
     """Return the problem of a model compiled whole: it has one fate, and the guard could only rerun it."""
-    if not shape.compiled:
+    if not structure.compiled:
         return None
     hint = (
         "Compile the layers one by one: `layer.compile()`, or regional compilation "

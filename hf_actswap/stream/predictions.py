@@ -65,8 +65,7 @@ class AttentionShapes:
         """Device bytes in backward, per token of a chunk, of tensors that are being copied.
 
         To the host: the gradients of keys and values of four pieces (`host_sequence._MAX_PENDING_OFFLOADS`).
-            To the
-        device: the output of the next layer, and this layer's first piece with its gradients.
+        To the device: the output of the next layer, and this layer's first piece with its gradients.
         """
         pieces = self.item_bytes + 5 * self.gradient_bytes
         return self.key_numbers * pieces + self.output_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.records import hardware, link_gb_per_s
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link
 
 
 def test_the_rates_of_a_link_in_gb_per_s() -> None:

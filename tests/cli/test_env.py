@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_actswap.cli import env
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link
 from hf_actswap.version import __version__
 
 from .conftest import Run

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import PlanError, apply
-from hf_actswap.plan import MemoryPlan, load_plan
-from hf_actswap.plan.actions import fingerprint_of
+from hf_actswap.plan import MemoryPlan, fingerprint_of, load_plan
 from tests.quick_cases import quick_first
 
 from .conftest import TINY, Ended, Run

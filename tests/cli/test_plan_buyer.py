@@ -26,10 +26,8 @@ from hf_actswap.cli.step import (
     step_bytes,
 )
 from hf_actswap.cli.subject import subject
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.meter import CountingMeter, baseline_tensors
-from hf_actswap.planner.record.devices import device_rates
-from hf_actswap.planner.record.shapes import profile_from_shapes
+from hf_actswap.planner import CountingMeter, device_rates, predict, profile_from_shapes
+from hf_actswap.planner.meter import baseline_tensors
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import measured_peak_bytes
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_actswap.cli.step import state_bytes
 from hf_actswap.plan import model_structure
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.shapes import Baseline, profile_from_shapes, with_baseline
+from hf_actswap.planner import Profile, profile_from_shapes
+from hf_actswap.planner.record.shapes import Baseline, with_baseline
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import measured_peak_bytes
 

@@ -14,12 +14,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_actswap import apply, load_plan
-from hf_actswap.engine import AppliedPlan
+from hf_actswap.engine import AppliedPlan, Link
 from hf_actswap.engine.frozen_weights import sizes_on_host, step_bytes, window_bytes
-from hf_actswap.engine.link import Link
 from hf_actswap.plan import model_structure
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.shapes import profile_from_shapes, with_weights_on_host
+from hf_actswap.planner import Profile, profile_from_shapes
+from hf_actswap.planner.record.shapes import with_weights_on_host
 from tests.engine.tiny_models import gradients_of_step, plan_of, tiny_llama
 
 from .conftest import Run

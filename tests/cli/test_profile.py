@@ -19,9 +19,7 @@ from hf_actswap.cli.profile_file import ProfileFile, read_profile
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
 from hf_actswap.plan import model_structure
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.devices import device_rates
-from hf_actswap.planner.record.profile_document import profile_to_json
+from hf_actswap.planner import Profile, device_rates, profile_to_json
 
 from .conftest import TINY, Run
 
@@ -85,7 +83,7 @@ def test_a_plan_is_made_of_the_times_in_the_file(run: Run, model: Path, written:
     found = run("plan", model, "--profile", path, "--budget-gib", "8", "--json").document
     assert found["predicted"]["nothing"] == said["predicted"]
     step = {"batch": 2, "seq": 64, "device": "cpu", "autocast": None, "optimizer": "adamw"}
-    assert found["step"] == {**step, "gradient_dtype": None, "sharding": None}
+    assert found["step"] == {**step, "gradient_dtype": None, "sharding": None, "weights": "keep"}
     assert found["memory"] == {}  # of a measured step it is not known
     assert found["profile"] == str(path)
     slower = path.with_name("slower.json")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_actswap.config.layer_values import op_path_fault, split_op_path
+from hf_actswap.config import split_op_path
+from hf_actswap.config.layer_values import op_path_fault
 
 
 @pytest.mark.parametrize(

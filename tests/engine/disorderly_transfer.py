@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_actswap.engine.host_pool import HostBuffer
+from hf_actswap.engine import Copy, HostBuffer
 from hf_actswap.engine.stats import PendingTime
-from hf_actswap.engine.transfer import Copy
 from tests.engine.recording_transfer import RecordingTransfer
 
 Direction = Literal["out", "in"]

@@ -13,9 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
-from hf_actswap.engine import BlockingTransfer, Resources, install
-from hf_actswap.engine.host_pool import HostBuffer
-from hf_actswap.engine.transfer import Copy
+from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, Resources, install
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,

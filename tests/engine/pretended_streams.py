@@ -32,9 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_actswap.engine import StreamTransfer, host_budget, transfer
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link, PageableSlabs, StreamTransfer, host_budget, transfer
 
 Clock = dict[str, int]
 """How many operators of each stream are done."""

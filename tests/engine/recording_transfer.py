@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_actswap.engine.host_pool import HostBuffer
+from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer
 from hf_actswap.engine.stats import PendingTime
-from hf_actswap.engine.transfer import BlockingTransfer, Copy
 
 
 class NoTime:

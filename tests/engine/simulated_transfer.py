@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_actswap.engine.host_pool import HostBuffer
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Copy, HostBuffer, Link
 from hf_actswap.engine.stats import PendingTime
-from hf_actswap.engine.transfer import Copy
 
 NOTHING = 0xA5
 

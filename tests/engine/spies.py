@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_actswap.engine import BlockingTransfer
-from hf_actswap.engine.host_pool import HostBuffer
-from hf_actswap.engine.transfer import Copy
+from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer
 from tests.engine.recording_transfer import RecordingTransfer
 
 

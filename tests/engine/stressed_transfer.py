@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from hf_actswap.engine.host_pool import HostBuffer
-from hf_actswap.engine.transfer import Copy, StreamTransfer, _StreamCopy
+from hf_actswap.engine import Copy, HostBuffer, StreamTransfer
+from hf_actswap.engine.transfer import _StreamCopy
 
 Direction = Literal["out", "in"]
 SPINS_CYCLES = (0, 0, 0, 20_000, 100_000, 400_000)

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from hf_actswap import apply
-from hf_actswap.engine import AppliedPlan, SwapStats, auto_windows, host_budget
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import AppliedPlan, Link, PageableSlabs, SwapStats, auto_windows, host_budget
 from hf_actswap.engine.windows import TOO_LATE_BACK, TOO_LATE_OUT
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer

@@ -27,13 +27,12 @@ from benchmarks.trainings import OUT_OF_MEMORY_CASES, STATES_CASES, Sizes, measu
 from benchmarks.verdict import COMPARED, DIFFERENCE, NEAR_EAGER
 from benchmarks.workloads import PRESETS, TrainingStep, Workload, timed_step_ms, training_step
 from hf_actswap import apply
-from hf_actswap.engine.evictable import EvictableTensors
-from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs, SlabSource
+from hf_actswap.engine import EvictableTensors, HostPool, PageableSlabs, PinnedSlabs
+from hf_actswap.engine.host_pool import SlabSource
 from hf_actswap.engine.link import measure_link
 from hf_actswap.engine.tickets import restore
 from hf_actswap.engine.transfer import transfer_of
-from hf_actswap.planner import AllocatorMeter, CountingMeter, Meter
-from hf_actswap.planner.oom_guard import OomGuard
+from hf_actswap.planner import AllocatorMeter, CountingMeter, Meter, OomGuard
 from tests.engine.gpu_stress import PLANS, Stress, small_llama
 from tests.engine.gpu_stress_worker import SHORT, stressed
 from tests.engine.tiny_models import (

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import Resources, host_budget, install
-from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.engine.host_pool import PageableSlabs
+from hf_actswap.engine import PageableSlabs, Resources, host_budget, install, record_saved
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer

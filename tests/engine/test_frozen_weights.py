@@ -16,14 +16,20 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config
-from hf_actswap.engine import AppliedPlan, BlockingTransfer, host_budget
-from hf_actswap.engine.frozen_weights import LAYERS_AHEAD, FrozenWeights
-from hf_actswap.engine.host_pool import HostBuffer, PageableSlabs
+from hf_actswap.engine import (
+    AppliedPlan,
+    BlockingTransfer,
+    Copy,
+    FrozenWeights,
+    HostBuffer,
+    Link,
+    PageableSlabs,
+    StaleTensorError,
+    host_budget,
+)
+from hf_actswap.engine.frozen_weights import LAYERS_AHEAD
 from hf_actswap.engine.layer_weights import LayerWeights
-from hf_actswap.engine.link import Link
-from hf_actswap.engine.tickets import StaleTensorError
-from hf_actswap.engine.transfer import Copy
-from hf_actswap.plan.actions import Tile
+from hf_actswap.plan import Tile
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import Resources, StreamTransfer, install, transfer
-from hf_actswap.engine.host_pool import HostBuffer
+from hf_actswap.engine import HostBuffer, Resources, StreamTransfer, install, transfer
 from hf_actswap.engine.stats import Counters, PendingTime
 from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
 from tests.engine.pretended_streams import CPU, PretendedEvent, PretendedStream, StreamOrder, pretend

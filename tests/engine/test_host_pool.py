@@ -16,8 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_actswap.engine.host_pool import HostBuffer, HostPool
-from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.engine import BlockingTransfer, HostBuffer, HostPool
 
 MIB = 2**20
 UNIT = MIB // 16

@@ -12,9 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap import MemoryPlan, apply, model_structure
-from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.plan import PlanRow
-from hf_actswap.plan.saved_bytes import swapped_bytes
+from hf_actswap.engine import record_saved
+from hf_actswap.plan import PlanRow, swapped_bytes
 from hf_actswap.plan.settle import settled
 from tests.engine.test_recompute import assert_backwards_in_parts, held_bytes
 from tests.engine.test_recompute_counts import (

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_actswap.engine import Link
 from hf_actswap.engine import link as link_module
-from hf_actswap.engine.link import DuplexLink, Link, link_of_times, measure_link, slowest
+from hf_actswap.engine.link import DuplexLink, link_of_times, measure_link, slowest
 from tests.rehearsed import skip_times
 
 LINK = Link(8.0, 4.0, 6.0, 2.0, latency_ms=0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap.engine.tickets import StaleTensorError
+from hf_actswap.engine import StaleTensorError
 from hf_actswap.plan import PlanRow
 from tests.engine.healthy_steps import healthy_afterwards
 from tests.engine.tiny_models import (

@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_actswap import MemoryPlan
 from hf_actswap.engine import Resources, install
-from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.model_structure import LayerStructure, ModelStructure, Op
+from hf_actswap.plan import ModelStructure, PlanRow, Windows
+from hf_actswap.plan.model_structure import LayerStructure, Op
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.graph_lives import GRAPH_LIVES, run_step
 

@@ -13,15 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import host_budget
+from hf_actswap.engine import Link, PageableSlabs, host_budget, record_saved
 from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.checkpoint_inputs import CheckpointInputs
-from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
 from hf_actswap.engine.schedule import OperatorClock
-from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.saved_bytes import swapped_bytes
+from hf_actswap.plan import PlanRow, Windows, swapped_bytes
 from hf_actswap.plan.wrappers import checkpoints_its_call
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer

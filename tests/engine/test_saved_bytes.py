@@ -16,10 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.engine import record_saved
+from hf_actswap.plan import PlanRow, SavedBytes, Windows, swapped_bytes
 from hf_actswap.plan.model_structure import unwrapped
-from hf_actswap.plan.saved_bytes import SavedBytes, swapped_bytes
 from tests.engine.tiny_models import (
     BATCH,
     CASES,

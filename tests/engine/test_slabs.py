@@ -9,8 +9,9 @@ import threading
 import pytest
 import torch
 
+from hf_actswap.engine import HostPool, PageableSlabs, PinnedSlabs
 from hf_actswap.engine.host_memory import locked_memory_limit, usable_cpus
-from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs, mapped
+from hf_actswap.engine.host_pool import mapped
 
 MIB = 2**20
 CPU = torch.device("cpu")

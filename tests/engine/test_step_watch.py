@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from hf_actswap import AppliedPlan, MemoryPlan, apply
-from hf_actswap.engine import host_budget
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link, PageableSlabs, host_budget
 from hf_actswap.engine.step_watch import MemoryWatch, StepMemory, StepTimeline, TimeWatch
 from hf_actswap.engine.transfer import WatchedTransfer
 from hf_actswap.planner import CountingMeter
@@ -189,8 +187,8 @@ def test_watching_changes_no_number_and_leaves_nothing(kind: str) -> None:
         found = gradients(model)
         assert not applied.evictable
         place = applied._engine.runtime
-        assert place.watched(place.setting) is place.setting  # the next forward is as any other
-        assert not isinstance(place.setting.transfer, WatchedTransfer)
+        assert place.watched(place.context) is place.context  # the next forward is as any other
+        assert not isinstance(place.context.transfer, WatchedTransfer)
         one_step(model, 4)
         assert hooks_of(model) == hooks
     assert_bitwise_equal(found, expected)

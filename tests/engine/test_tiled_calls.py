@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.tiled_calls import auto_tokens, tile_module
-from hf_actswap.plan.actions import PlanRow, Tile
+from hf_actswap.plan import PlanRow, Tile
 from hf_actswap.plan.tiles import checked_tiles, tile_ladder
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import batch, forward, gradients, plan_of, swap_rows, tiny, tiny_llama

@@ -35,10 +35,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
-from hf_actswap.config.schema import TileTokens
-from hf_actswap.engine.chunked_logits import NOT_CALLED, ChunkedLogits, auto_tokens, chunk_head
+from hf_actswap.config import TileTokens
+from hf_actswap.engine import ChunkedLogits
+from hf_actswap.engine.chunked_logits import NOT_CALLED, auto_tokens, chunk_head
 from hf_actswap.engine.pieces import add_product
-from hf_actswap.plan.actions import Tile
+from hf_actswap.plan import Tile
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import CASES, gradients, tiny_llama
 

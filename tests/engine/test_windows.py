@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link
 from hf_actswap.engine.windows import Candidate, Decision, Timeline, choose_windows
 from hf_actswap.plan import Windows
 from tests.engine.window_simulation import Simulated, simulate

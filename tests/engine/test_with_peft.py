@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from hf_actswap import PlanError, apply
-from hf_actswap.engine.tickets import StaleTensorError
+from hf_actswap.engine import StaleTensorError
 from tests.engine.tiny_models import batch, tiny_llama
 from tests.quick_cases import quick_named
 

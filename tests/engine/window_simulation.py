@@ -12,10 +12,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_actswap.engine.link import DuplexLink, Lane, Link
+from hf_actswap.engine import Link
+from hf_actswap.engine.link import DuplexLink, Lane
 from hf_actswap.engine.schedule import PrefetchOrder, PrefetchRequest, ReleaseQueue
 from hf_actswap.engine.windows import Candidate, Decision, Timeline
-from hf_actswap.plan.actions import Windows
+from hf_actswap.plan import Windows
 
 _TOLERANCE_MS = 1e-6
 """A wait that is shorter is rounding."""

@@ -16,7 +16,7 @@ from transformers import MixtralForCausalLM, Trainer
 
 import hf_actswap
 from hf_actswap import ActSwapCallback, ActSwapTrainer
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.mesh import build_mesh
 from hf_actswap.parallel.patch_model import patch_model

@@ -12,9 +12,7 @@ import pytest
 from transformers import Trainer
 
 import hf_actswap
-from hf_actswap.engine import Resources, host_budget, install
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link, PageableSlabs, Resources, host_budget, install
 from hf_actswap.integrations import callback as callback_module
 from hf_actswap.report import PinningBar
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer

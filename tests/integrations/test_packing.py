@@ -10,7 +10,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import ActSwapCallback
-from hf_actswap.engine.chunked_logits import ChunkedLogits
+from hf_actswap.engine import ChunkedLogits
 
 from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_loops import tokenizer

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 import hf_actswap
 from hf_actswap import ActSwapTrainingArguments
-from hf_actswap.engine.chunked_logits import ChunkedLogits
+from hf_actswap.engine import ChunkedLogits
 from hf_actswap.report.write_report import write_report
 from tests.engine.test_tiled_loss import Meter
 from tests.engine.tiny_models import tiny_llama as a_llama

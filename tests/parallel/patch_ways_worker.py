@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from hf_actswap.apply import apply
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel.collectives import tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients, clip_grad_norm
 from hf_actswap.parallel.patch_model import PatchError, patch_model
 from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.parallel.vocabulary import LazyLogits
-from hf_actswap.plan.model_structure import model_structure as structure_of
+from hf_actswap.plan import model_structure as structure_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import (
     BATCH,

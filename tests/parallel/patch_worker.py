@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from hf_actswap.apply import apply
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel.collectives import gathered, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients, get_grad_norm
 from hf_actswap.parallel.patch_model import Patched, partitions_of, patch_model

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_actswap.apply import apply
-from hf_actswap.engine import AppliedPlan
-from hf_actswap.engine.chunked_logits import ChunkedLogits
+from hf_actswap.engine import AppliedPlan, ChunkedLogits
 from hf_actswap.integrations import parallel_training
 from hf_actswap.integrations.parallel_training import replace_fused_head
 from hf_actswap.parallel.collectives import tensor_parallel_group

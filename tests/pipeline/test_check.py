@@ -12,12 +12,13 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from hf_actswap import PlanError, apply, load_config, model_structure, prepare, resolve_plan
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.errors import ConfigError
 from hf_actswap.pipeline import PipelineError, StagedModel, check_cut
 from hf_actswap.pipeline.runtime import problem_of_schedule, schedule_class
 from hf_actswap.pipeline.stages import Entrance, PassThrough
-from hf_actswap.plan.layout import PipelineLayout, build_layout
+from hf_actswap.plan import build_layout
+from hf_actswap.plan.layout import PipelineLayout
 from tests.pipeline.staged_worker import tiny_model
 
 TWO_STAGES = PipelineLayout(((2, 2),))

@@ -17,13 +17,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap.apply import apply_plan
-from hf_actswap.engine import Resources, StreamTransfer, Transfer, host_budget, passes
-from hf_actswap.engine.host_pool import HostBuffer, PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import (
+    Copy,
+    HostBuffer,
+    Link,
+    PageableSlabs,
+    Resources,
+    StreamTransfer,
+    Transfer,
+    host_budget,
+    passes,
+)
 from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
-from hf_actswap.engine.transfer import Copy
 from hf_actswap.pipeline.runtime import order_of_passes, schedule_class
 from hf_actswap.plan import PlanRow, Windows, model_structure
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine

@@ -17,9 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_actswap import ActSwapTrainerMixin, stage_from_pretrained
-from hf_actswap.engine import host_budget, plan_runtime
-from hf_actswap.engine.host_pool import PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link, PageableSlabs, host_budget, plan_runtime
 from hf_actswap.integrations.pipeline_training import PipelineTraining
 from hf_actswap.planner import start
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer

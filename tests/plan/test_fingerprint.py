@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import hf_actswap
 from hf_actswap import MemoryPlan, PlanError
-from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.actions import Fingerprint, fingerprint_of
+from hf_actswap.plan import PlanRow, Windows, fingerprint_of
+from hf_actswap.plan.actions import Fingerprint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,

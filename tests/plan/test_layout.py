@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
+from hf_actswap.plan import build_layout
 from hf_actswap.plan.layout import (
     PipelineLayout,
-    build_layout,
     format_formative,
     layers_from_counts,
     layers_from_indices,

@@ -15,7 +15,7 @@ from transformers import BigBirdConfig, BigBirdForCausalLM, PreTrainedConfig
 
 from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.plan.dry_run import exchanged
-from hf_actswap.planner.record.shapes import profile_from_shapes
+from hf_actswap.planner import profile_from_shapes
 from tests.parallel.patched_models import FAMILIES, QUICK, tiny_model
 from tests.quick_cases import quick_first
 

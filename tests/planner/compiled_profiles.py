@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
-from hf_actswap.planner.profile import FrontierPoint, OpEvent, Profile
+from hf_actswap.engine import Link
+from hf_actswap.plan import OpCall, SavedBytes, SavedStorage, Use
+from hf_actswap.plan.saved_bytes import UseKind
+from hf_actswap.planner import FrontierPoint, OpEvent, Profile
 
 GIB = 2**30
 LINK = Link(54.9e6, 55.1e6, 49.8e6, 49.8e6, 0.02)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import apply
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.planner import BudgetError, Planner, bucket_plans, phases

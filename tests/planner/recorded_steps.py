@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from hf_actswap import model_structure
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.profile import Profile
+from hf_actswap.planner import CountingMeter, Profile, StepRecorder
 from hf_actswap.planner.record.lifetimes import Places, lifetimes, saved_on_device
-from hf_actswap.planner.record.recorder import StepRecorder
 from tests.engine.tiny_models import batch, tiny, tiny_llama, tiny_neox
 
 

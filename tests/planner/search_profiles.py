@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
-from hf_actswap.planner.profile import OpEvent, Profile
+from hf_actswap.engine import Link
+from hf_actswap.plan import OpCall, SavedBytes, SavedStorage, Use
+from hf_actswap.plan.saved_bytes import UseKind
+from hf_actswap.planner import OpEvent, Profile
 
 MIB = 2**20
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.actions import MemoryPlan
-from hf_actswap.plan.saved_bytes import OpCall, Use
-from hf_actswap.planner.profile import Profile
+from hf_actswap.engine import Link
+from hf_actswap.plan import MemoryPlan, OpCall, Use
+from hf_actswap.planner import Profile
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.parallel_peer import Collectives
-from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
 from tests.planner.tensor_axis_formulas import Llama, Setting

@@ -11,13 +11,20 @@ import torch
 from torch._dynamo.utils import counters
 
 from hf_actswap import ConfigError, PlanError, apply, model_structure
-from hf_actswap.plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow
+from hf_actswap.plan import MemoryPlan, PlanRow
+from hf_actswap.plan.actions import COMPILE_BUDGET, Fate
+from hf_actswap.planner import (
+    FrontierPoint,
+    Limits,
+    Profile,
+    find_plan,
+    predict,
+    profile_from_json,
+    profile_to_json,
+)
 from hf_actswap.planner.cost.compiled_shares import compile_points_of, offered_points, point_of_share
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.profile import FrontierPoint, Limits, Profile
-from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.planner.search.compiled_frontier import Shown, learned, variants_of
-from hf_actswap.planner.search.find_plan import Found, candidates, find_plan
+from hf_actswap.planner.search.find_plan import Found, candidates
 from hf_actswap.planner.search.layer_milp import MOST_VARIANTS
 from tests.engine.tiny_models import forward, tiny_llama
 from tests.planner.compiled_profiles import FEED_FORWARD, GIB, compiled_profile

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_actswap.engine.evictable import EvictableTensors, EvictableTicket
-from hf_actswap.engine.host_pool import HostPool, PageableSlabs
-from hf_actswap.engine.tickets import StaleTensorError, restore
+from hf_actswap.engine import EvictableTensors, HostPool, PageableSlabs, StaleTensorError
+from hf_actswap.engine.evictable import EvictableTicket
+from hf_actswap.engine.tickets import restore
 
 CPU = torch.device("cpu")
 EVERYTHING = 2**60

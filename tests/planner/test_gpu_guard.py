@@ -12,11 +12,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.exactness import deterministic
-from hf_actswap.engine.evictable import EvictableTensors
-from hf_actswap.engine.host_pool import HostPool, PinnedSlabs
+from hf_actswap.engine import EvictableTensors, HostPool, PinnedSlabs
 from hf_actswap.engine.tickets import restore
-from hf_actswap.planner.meter import AllocatorMeter
-from hf_actswap.planner.oom_guard import OomGuard, guard_compiled
+from hf_actswap.planner import AllocatorMeter, OomGuard
+from hf_actswap.planner.oom_guard import guard_compiled
 from tests.engine.gpu_stress import SEGMENT_BYTES
 from tests.rehearsed import on_gpu, skip_compiled
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.exactness import deterministic
-from hf_actswap.engine import StreamTransfer
-from hf_actswap.engine.host_pool import HostPool, PinnedSlabs
-from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from hf_actswap.engine import HostPool, PinnedSlabs, StreamTransfer
+from hf_actswap.planner import OptimizerStates
 from tests.rehearsed import on_gpu
 
 pytestmark = pytest.mark.gpu

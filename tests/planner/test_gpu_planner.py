@@ -22,11 +22,16 @@ from benchmarks.exactness import deterministic
 from benchmarks.records import file_name, results_folder
 from hf_actswap import apply, model_structure
 from hf_actswap.engine import StreamTransfer
-from hf_actswap.planner import AllocatorMeter, BudgetError
-from hf_actswap.planner.cost.simulate import predict
+from hf_actswap.planner import (
+    AllocatorMeter,
+    BudgetError,
+    DeviceClock,
+    StepRecorder,
+    predict,
+    profile_from_json,
+    profile_to_json,
+)
 from hf_actswap.planner.plan_file import best_trial
-from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder
 from tests.engine.gpu_stress import SEGMENT_BYTES, needs_expandable_segments
 from tests.planner.simulated_device import Trained
 from tests.rehearsed import on_gpu, skip_compiled, skip_times

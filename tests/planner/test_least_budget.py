@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply, model_structure
-from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.config import MemoryConfig
 from hf_actswap.planner import BudgetError, PlannedTraining, least_budget
 from hf_actswap.planner.least_budget import LeastBudget
 from tests.engine.tiny_models import tiny_llama, tiny_neox

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hf_actswap.engine.host_pool import HostBuffer, mapped
-from hf_actswap.engine.transfer import BlockingTransfer
-from hf_actswap.planner.meter import CountingMeter
+from hf_actswap.engine import BlockingTransfer, HostBuffer
+from hf_actswap.engine.host_pool import mapped
+from hf_actswap.planner import CountingMeter
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actswap.engine.evictable import EvictableTensors
-from hf_actswap.planner.oom_guard import op_hook
+from hf_actswap.engine import EvictableTensors
+from hf_actswap.planner import op_hook
 from tests.planner.test_oom_guard import Device
 
 CPU = torch.device("cpu")

@@ -15,12 +15,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from hf_actswap.engine import BlockingTransfer
-from hf_actswap.engine.host_pool import HostBuffer, HostPool, PageableSlabs
-from hf_actswap.engine.transfer import Copy
+from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, HostPool, PageableSlabs
 from hf_actswap.errors import PlanError
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from hf_actswap.planner import CountingMeter, OptimizerStates
 from tests.engine.recording_transfer import RecordingTransfer
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

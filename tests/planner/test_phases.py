@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import MemoryPlan, PlanError, apply
-from hf_actswap.plan.actions import fingerprint_of
+from hf_actswap.plan import fingerprint_of
 from hf_actswap.planner import BudgetError
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hf_actswap import PlanError
-from hf_actswap.engine.link import Link
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
+from hf_actswap.engine import Link
+from hf_actswap.planner import Profile, profile_from_json, profile_to_json
 from tests.planner.recorded_steps import MODELS, recorded
 
 

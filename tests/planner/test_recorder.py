@@ -13,15 +13,13 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_actswap import model_structure
+from hf_actswap.engine import BlockingTransfer, record_saved
 from hf_actswap.engine.autograd_state import running_node_number
-from hf_actswap.engine.host_budget import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
-from hf_actswap.engine.transfer import BlockingTransfer
 from hf_actswap.plan.forward_recorder import ForwardRecorder
 from hf_actswap.plan.op_facts import computes, is_collective
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder, signature
+from hf_actswap.planner import CountingMeter, DeviceClock, Profile, StepRecorder
+from hf_actswap.planner.record.recorder import signature
 from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,

@@ -12,13 +12,11 @@ import pytest
 
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.errors import PlanError
-from hf_actswap.plan.actions import MemoryPlan, PlanRow, Windows
-from hf_actswap.plan.saved_bytes import swapped_bytes, swapped_copies
-from hf_actswap.planner.budget import BudgetError
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.profile import Limits, Profile
+from hf_actswap.plan import MemoryPlan, PlanRow, Windows, swapped_bytes
+from hf_actswap.plan.saved_bytes import swapped_copies
+from hf_actswap.planner import BudgetError, Limits, Profile, find_plan, predict
 from hf_actswap.planner.search import layer_milp, layer_options
-from hf_actswap.planner.search.find_plan import Found, Search, candidates, find_plan, least_peak_bytes
+from hf_actswap.planner.search.find_plan import Found, Search, candidates, least_peak_bytes
 from hf_actswap.planner.search.layer_milp import Solution
 from tests.quick_cases import quick_first
 

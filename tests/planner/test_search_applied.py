@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.profile import Limits
-from hf_actswap.planner.search.find_plan import find_plan, least_peak_bytes
+from hf_actswap.planner import Limits, find_plan, predict
+from hf_actswap.planner.search.find_plan import least_peak_bytes
 from tests.engine.tiny_models import gradients
 from tests.planner.recorded_steps import MODELS, call_of, recorded, step
 from tests.quick_cases import quick_first

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.actions import MemoryPlan, PlanRow
-from hf_actswap.planner.profile import Limits
+from hf_actswap.engine import Link
+from hf_actswap.plan import MemoryPlan, PlanRow
+from hf_actswap.planner import Limits
 from hf_actswap.planner.search.layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment, segments_of
 from hf_actswap.planner.search.layer_milp import GAP, STEP_GAP, Caps, solve
 from hf_actswap.planner.search.layer_options import LinkRate, Option, best_runs, evaluate, options_of

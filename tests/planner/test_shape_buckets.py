@@ -12,16 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import PlanError, model_structure
-from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
-from hf_actswap.plan.actions import MemoryPlan
-from hf_actswap.planner import bucket_plans, phases
+from hf_actswap.plan import MemoryPlan
+from hf_actswap.planner import CountingMeter, Profile, bucket_plans, phases, profile_from_shapes
 from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.shapes import profile_from_shapes
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
@@ -367,6 +365,7 @@ class TimedRun:
     tokens: int = 0
     peak_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)
+    meter: CountingMeter = field(default_factory=CountingMeter)
 
     def replace_plans(self, plan: MemoryPlan, guarded: bool) -> None:
         assert guarded

@@ -14,11 +14,16 @@ from transformers import LlamaConfig, LlamaModel
 from hf_actswap import MemoryPlan, PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.config.sizes import DEVICE_KINDS
 from hf_actswap.plan.saved_bytes import dropped_bytes
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.devices import DEVICES, attention_flops, device_rates
-from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.record.shapes import RooflineClock, profile_from_shapes
+from hf_actswap.planner import (
+    Profile,
+    device_rates,
+    predict,
+    profile_from_json,
+    profile_from_shapes,
+    profile_to_json,
+)
+from hf_actswap.planner.record.devices import DEVICES, attention_flops
+from hf_actswap.planner.record.shapes import RooflineClock
 from tests.engine.tiny_models import snapshot, tiny_llama
 from tests.planner.recorded_steps import (
     MODELS,

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.actions import COMPILE_BUDGET, MemoryPlan, PlanRow, Windows
+from hf_actswap.engine import Link
+from hf_actswap.plan import MemoryPlan, PlanRow, Windows
+from hf_actswap.plan.actions import COMPILE_BUDGET
+from hf_actswap.planner import Profile, predict
 from hf_actswap.planner.cost.scope_fates import StepOrder, timeline
-from hf_actswap.planner.cost.simulate import fates_of, predict
-from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.cost.simulate import fates_of
 
 from .search_profiles import Op, profile_of
 

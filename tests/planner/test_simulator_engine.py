@@ -7,13 +7,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_actswap import MemoryPlan, apply, model_structure
-from hf_actswap.engine import SwapStats
-from hf_actswap.engine.host_pool import HostBuffer
-from hf_actswap.engine.transfer import BlockingTransfer, Copy
+from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, SwapStats
 from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.planner.cost.simulate import Simulator, fates_of
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder
+from hf_actswap.planner import CountingMeter, DeviceClock, Simulator, StepRecorder
+from hf_actswap.planner.cost.simulate import fates_of
 from tests.engine.tiny_models import plan_of, recompute_rows, swap_rows, tiny_llama
 
 CPU = torch.device("cpu")

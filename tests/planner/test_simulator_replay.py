@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_actswap.engine.link import Link
-from hf_actswap.plan.actions import MemoryPlan, PlanRow, Scope, Windows
-from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use
-from hf_actswap.planner.cost.simulate import Simulator
-from hf_actswap.planner.profile import OpEvent, Profile
+from hf_actswap.engine import Link
+from hf_actswap.plan import MemoryPlan, OpCall, PlanRow, SavedBytes, SavedStorage, Use, Windows
+from hf_actswap.plan.actions import Scope
+from hf_actswap.planner import OpEvent, Profile, Simulator
 
 from .step_replayed import Replay
 

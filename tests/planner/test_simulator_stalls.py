@@ -11,14 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actswap import MemoryPlan, apply, model_structure
-from hf_actswap.engine import SwapStats, host_budget
-from hf_actswap.engine.host_pool import HostBuffer, PageableSlabs
-from hf_actswap.engine.link import Link
-from hf_actswap.engine.transfer import Copy
+from hf_actswap.engine import Copy, HostBuffer, Link, PageableSlabs, SwapStats, host_budget
 from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.planner.cost.simulate import Simulator
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.record.recorder import DeviceClock, StepRecorder
+from hf_actswap.planner import CountingMeter, DeviceClock, Simulator, StepRecorder
 from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
 from tests.engine.tiny_models import plan_of, recompute_rows, swap_rows, tiny_llama
 

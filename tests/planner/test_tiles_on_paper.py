@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 from hf_actswap import apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.install import put_tiles, tile_parts
 from hf_actswap.plan import MemoryPlan
-from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.record.shapes import profile_from_shapes
+from hf_actswap.planner import predict, profile_from_shapes
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import (
     assert_events_partition,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_actswap.planner.record.devices import device_rates
+from hf_actswap.planner import device_rates
 from hf_actswap.rehearsal import Options, build, environment
 from hf_actswap.rehearsal.launch import settings_of
 from tests.rehearsal.test_launch import BUILT

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf_actswap.errors import ActSwapError
-from hf_actswap.planner.oom_guard import DeviceMemoryError, OomGuard
+from hf_actswap.planner import OomGuard
+from hf_actswap.planner.oom_guard import DeviceMemoryError
 from hf_actswap.rehearsal import RehearsedDevice
 from hf_actswap.rehearsal.launch import Order
 from tests.engine.gpu_stress import SEGMENT_BYTES

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_actswap.planner.record.devices import device_rates
+from hf_actswap.planner import device_rates
 from hf_actswap.rehearsal.launch import SETTINGS
 
 pytestmark = pytest.mark.rehearsal

@@ -18,16 +18,21 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply
 from hf_actswap.apply import apply_plan
-from hf_actswap.engine import Resources, StreamTransfer
-from hf_actswap.engine.evictable import EvictableTensors
-from hf_actswap.engine.host_pool import HostBuffer, HostPool, PinnedSlabs
+from hf_actswap.engine import (
+    Copy,
+    EvictableTensors,
+    HostBuffer,
+    HostPool,
+    PinnedSlabs,
+    Resources,
+    StreamTransfer,
+)
 from hf_actswap.engine.layer_weights import LayerWeights
 from hf_actswap.engine.passes import Pass, PassOrder
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
-from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import PlanRow, Windows, model_structure
-from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from hf_actswap.planner import OptimizerStates
 from hf_actswap.stream.host_sequence import HostSequence
 from tests.engine.gpu_stress import PLANS, Stress, small_llama
 from tests.engine.tiny_models import (

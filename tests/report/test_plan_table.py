@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_actswap import apply, model_structure
-from hf_actswap.plan import MemoryPlan, PlanRow, Windows
-from hf_actswap.plan.actions import Adjustment
+from hf_actswap.plan import Adjustment, MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.in_words import MOST_LINES, plan_in_words
 from hf_actswap.report import plan_summary, plan_table
 from tests.engine.tiny_models import tiny_llama

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 
 from hf_actswap.cli.profile_file import ProfileError, read_profile
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import Link
 from hf_actswap.errors import ActSwapError, PlanError
 from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, Layout, random_states_by_data_rank
 from hf_actswap.integrations.parallel_limits import ParallelTrainingError
 from hf_actswap.plan import Adjustment, MemoryPlan, PlanRow, Windows, load_plan
 from hf_actswap.plan.actions import COMPILE_BUDGET
+from hf_actswap.planner import FrontierPoint, profile_from_json, profile_to_json
 from hf_actswap.planner.plan_file import MadeFor, read_plan, write_plan
-from hf_actswap.planner.profile import FrontierPoint
-from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.report.run_facts import prediction_of, run_facts
 from hf_actswap.report.run_files import ReportError, read_run
 from hf_actswap.report.write_report import write_report

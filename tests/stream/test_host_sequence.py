@@ -13,10 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import PlanError, apply
-from hf_actswap.engine import host_pool
-from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.engine.host_pool import Blocks, HostPool, PageableSlabs
-from hf_actswap.engine.link import Link
+from hf_actswap.engine import HostPool, Link, PageableSlabs, host_pool, record_saved
+from hf_actswap.engine.host_pool import Blocks
 from hf_actswap.engine.stats import Counters
 from hf_actswap.plan import model_structure
 from hf_actswap.stream import streamed_attention, traced

@@ -44,7 +44,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...engine.hook_wrappers import wrap_call
+from ...engine.hook_wrappers import Undo, wrap_call
 from ...engine.host_pool import HostPool
 from ...engine.stats import Counters, SwapStats
 from ...engine.transfer import Transfer
@@ -215,7 +215,6 @@ class _Copies:
 
 logger = logging.getLogger(__name__)
 
-Undo = Callable[[], None]
 DEFAULT_SHARE = 10
 """By default, one part in this many of all states may be on the device."""
 

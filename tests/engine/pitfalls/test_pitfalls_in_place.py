@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine.tickets import StaleTensorError
+from hf_actswap.engine import StaleTensorError
 from tests.engine.pitfalls.odd_layers import llama_with, same_gradients
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import (

@@ -35,7 +35,7 @@ from hf_actswap.apply import plan_while_training
 from hf_actswap.config import load_config
 from hf_actswap.engine import SwapStats
 from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
-from hf_actswap.planner import AllocatorMeter, CountingMeter, PlannedTraining, Planner
+from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
 from hf_actswap.planner.plan_file import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
@@ -148,17 +148,12 @@ def actswap_plan(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[Pla
         options: ``memory``: keys of that section; ``budget_bytes``: the budget that they give.
     """
     planned = _start(step, options)
-    meter = None if step.device.type == "cpu" else AllocatorMeter(step.device)
     before, step.context = step.context, _ending_steps(step.context, planned.planner)
     try:
         while planned.planner.phase != "stable" and len(planned.step_ms) < MOST_STEPS:
             planned.step_ms.append(timed_step_ms(step))
-        if meter is not None:
-            meter.hold_to(planned.budget_bytes)  # a hard limit: what is reserved is compared with the budget
         yield planned
     finally:
-        if meter is not None:
-            meter.let_go()
         step.context = before
         planned.planner.remove()
         give_back_cached_memory(step.device)

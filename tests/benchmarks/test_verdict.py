@@ -262,7 +262,7 @@ def slow_step(ms: float) -> list[float]:
         ("actswap_plan_half", 8192, {"ms": 406.0}, "9 8k: actswap_plan_half, time"),
         ("actswap_plan_compiled_half", 32768, {"ms": 771.0}, "9 32k: actswap_plan_compiled_half"),
         ("save-on-cpu", 8192, {"ms": 380.0}, "10 8k: eager layers, how far others"),
-        ("actswap_plan_half", 8192, {"budget_bytes": 23 * GIB}, "11 8k: peak reserved over the budget"),
+        ("actswap_plan_half", 8192, {"budget_bytes": 23 * GIB}, "11 8k: peak allocated over the budget"),
         ("actswap_plan_reduce", 8192, {"peak_reserved_bytes": 29 * GIB + 2**28, "budget_bytes": 0}, "12"),
         ("actswap_plan_reduce", 8192, {"peak_reserved_bytes": int(28.2 * GIB)}, "12"),
         ("actswap_plan_half", 8192, {"predicted_peak_bytes": int(24.4 * GIB)}, "13 8k: predicted peak off"),
@@ -425,7 +425,7 @@ def test_reserved_memory_is_not_judged_where_segments_cannot_grow() -> None:
         for name in ("8k", "32k")
         for claim in (
             f"3 {name}: peak reserved over allocated, worst of ours",
-            f"11 {name}: peak reserved over the budget, worst row",
+            f"11 {name}: peak allocated over the budget, worst row",
             f"12 {name}: actswap_plan_reduce, fall of the peak, off the request",
         )
     }

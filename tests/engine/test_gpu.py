@@ -125,8 +125,9 @@ def test_waits_are_counted_as_stalls() -> None:
         gradients_of(model, step)
     torch.accelerator.synchronize()
     stats = applied.stats()
-    assert 0 < stats.stalls <= stats.offloads + stats.prefetches
-    assert stats.stall_ms > 0
+    least = on_gpu(1, 0)  # a rehearsal's host may be slower than the device
+    assert least <= stats.stalls <= stats.offloads + stats.prefetches
+    assert (stats.stall_ms > 0) == (stats.stalls > 0)
 
 
 def test_compute_on_a_stream_of_its_own() -> None:

@@ -1,19 +1,20 @@
 """What each of two processes runs on its own rehearsed device; their group is NCCL's.
 
 ``python -m tests.rehearsal.rank_cases RANK FOLDER`` writes what is wrong with each case as JSON, and the
-errors of each fault as text. Faults come first, each in a fork of its own: a device on which a rank was lost
-is of no more use.
+errors of each fault as text. Faults come first, each in a process of its own: a device on which a rank was
+lost is of no more use.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,26 +91,27 @@ FAULTS: dict[str, Callable[[int, Path], None]] = {
 
 
 def run_fault(name: str, rank: int, folder: Path) -> None:
-    """Run a fault in a fork; ``<name>.<rank>.err`` has its errors, ``<name>.<rank>.over`` is its end."""
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(folder / f"{name}.{rank}.err", os.O_CREAT | os.O_WRONLY, 0o600), 2)
-        os.environ[SETTINGS] += ";ranks_limit_s=4"  # not read until the device is used
-        try:
-            join(rank, folder, name, 0 if name == "one_device" else rank)
-            FAULTS[name](rank, folder)
-        except BaseException:
-            traceback.print_exc()
-        sys.stderr.flush()
-        (folder / f"{name}.{rank}.over").touch()
-        os._exit(0)
-    end = time.monotonic() + FAULT_LIMIT_S
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        time.sleep(0.05)
+    """Run a fault in a process of its own; ``<name>.<rank>.err`` has its errors, ``.over`` is its end."""
+    command = [sys.executable, "-m", "tests.rehearsal.rank_cases", str(rank), str(folder), name]
+    settings = {**os.environ, SETTINGS: f"{os.environ[SETTINGS]};ranks_limit_s=4"}
+    with (folder / f"{name}.{rank}.err").open("wb") as errors, suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, env=settings, stderr=errors, timeout=FAULT_LIMIT_S, check=False)
     (folder / f"{name}.{rank}.over").touch()
+
+
+def fault(name: str, rank: int, folder: Path) -> None:
+    """Be the process of one fault on one rank; begins when the other rank's is there."""
+    (folder / f"{name}.{rank}.there").touch()
+    while not (folder / f"{name}.{1 - rank}.there").exists():
+        time.sleep(0.05)
+    try:
+        join(rank, folder, name, 0 if name == "one_device" else rank)
+        FAULTS[name](rank, folder)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    (folder / f"{name}.{rank}.over").touch()
+    os._exit(0)
 
 
 # Cases: each returns what is wrong
@@ -339,4 +341,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    of_rank, in_folder, *of_fault = sys.argv[1:]
+    if of_fault:
+        fault(of_fault[0], int(of_rank), Path(in_folder))
+    main(int(of_rank), Path(in_folder))

@@ -68,8 +68,9 @@ cudaError_t fill(void* at, int value, size_t bytes, cudaStream_t handle) {
 uint64_t setting(const char* key, uint64_t otherwise) { return settings().number(key, otherwise); }
 
 // The architecture that the program's kernels were compiled for, as 86 for sm_86: the device's own, or an older one.
+// 0: the device's own. Settings are read at the first use of the device and not here: a test changes them before.
 int& kernel_architecture() {
-  static int one = (int)(10 * setting("major", 9) + setting("minor", 0));
+  static int one = 0;
   return one;
 }
 
@@ -435,7 +436,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof *found);
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
-  found->ptxVersion = found->binaryVersion = kernel_architecture();
+  int own = (int)(10 * setting("major", 9) + setting("minor", 0));
+  found->ptxVersion = found->binaryVersion = kernel_architecture() ? kernel_architecture() : own;
   found->maxDynamicSharedSizeBytes = (int)setting("shared_bytes", 232448);
   return cudaSuccess;
 }

@@ -411,7 +411,7 @@ def time_on(curve: Sequence[Point], size_bytes: float) -> float:
 
 
 def _budget(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 11: the reserved memory keeps within the budget, in the worst timed step of the worst row."""
+    """Claim 11: what is allocated keeps within the budget, in the worst timed step of the worst row."""
     yield _worst(f"11 {name}: peak allocated over the budget", rows, _over_budget, 1.0)
 
 

@@ -148,6 +148,16 @@ def launch_trainers(cases: str, folder: Path, world_size: int, limit_s: float) -
     return launch(partial(run_trainers, cases, world_size), folder, world_size, limit_s)
 
 
+def run_trainers_in_fork(worker: str, world_size: int, rank: int, folder: Path) -> None:
+    """Run `run_trainers` in a fork, which imports nothing again, and which the trainers may end."""
+    folder.mkdir(exist_ok=True)
+    child = os.fork()
+    if child == 0:
+        run_trainers(worker, world_size, rank, str(folder))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 def run_trainers(cases: str, world_size: int, rank: int, folder: str) -> None:
     """Run functions of Trainers in this process; see `launch_trainers`."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

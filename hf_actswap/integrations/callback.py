@@ -25,7 +25,14 @@ from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import LostRanks, failing_together
-from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, model_structure, resolve_plan
+from ..plan import (
+    ConfigOrPlan,
+    MemoryPlan,
+    ModelStructure,
+    load_config_or_plan,
+    model_structure,
+    resolve_plan,
+)
 from ..plan.wrappers import is_compiled, without_checkpointing
 from ..planner import PlannedTraining, Planner
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
@@ -191,9 +198,9 @@ class ActSwapCallback(TrainerCallback):
         """The configuration; an empty one if a plan was given."""
         return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
 
-    @property
-    def _weights_on_host(self) -> bool:
-        return has_weights_on_host(self._requested)
+    def _plan_for(self, structure: ModelStructure) -> MemoryPlan:
+        asked = self._requested
+        return asked if isinstance(asked, MemoryPlan) else resolve_plan(asked, structure)
 
     @property
     def _shows_all(self) -> bool:
@@ -227,11 +234,10 @@ class ActSwapCallback(TrainerCallback):
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
             return
         self.bind(trainer)
-        if self._weights_on_host:
+        if has_weights_on_host(self._requested):
             with failing_together("frozen weights", args.ddp_timeout):
-                shape, requested = model_structure(trainer.model), self._requested
-                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-                weights_on_host(trainer.model, plan, shape)
+                structure = model_structure(trainer.model)
+                weights_on_host(trainer.model, self._plan_for(structure), structure)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
                 pipeline = self._config.parallel_config.runs_pipeline
@@ -359,7 +365,7 @@ class ActSwapCallback(TrainerCallback):
                     raise ParallelTrainingError([_ADDED_LATER])
                 with nullcontext() if parallel is None else parallel.whole_model():
                     structure = model_structure(model)
-                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, structure)
+                plan = self._plan_for(structure)
                 if parallel is not None:
                     facts.update(parallel.expect_batches(event.get("train_dataloader")))
             with self._console_on_rank_0(state):

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from .actions import Adjustment, MemoryPlan, OpCall, PlanRow, Scope, layer_order
 from .model_structure import LayerStructure, ModelStructure, is_below
-from .op_facts import is_communication, is_repeatable
+from .op_facts import is_communication
 from .record import LAYER_INPUT, OpKey, StaleRead
 from .saved_bytes import RUN_AGAIN, RecomputedModules, SavedBytes, held_results, ticket_uses
 
@@ -115,16 +115,14 @@ def _is_impossible(
     row = plan.row(layer.index, read.reader[0], ordinal)
     if row is None or row.fate not in RUN_AGAIN:
         return False
-    return read.rewritten or not _is_rebuilt(plan, layer, inside, read.producer)
+    return read.rewritten or not _is_rebuilt(layer, inside, read.producer)
 
 
-def _is_rebuilt(plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules, producer: OpKey) -> bool:
+def _is_rebuilt(layer: LayerStructure, inside: RecomputedModules, producer: OpKey) -> bool:
     """Whether a function is run again by itself, so that backward has its first output anew."""
-    path, ordinal = producer
-    row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)
-    if row is None or row.fate not in RUN_AGAIN or inside.root(layer.index, path) is not None:
+    if producer == LAYER_INPUT or inside.root(layer.index, producer[0]) is not None:
         return False
-    return is_repeatable(path)
+    return inside.rebuilt_by((layer.index, *producer)) is not None
 
 
 _WHERE = "recompute_config.select_recompute"

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 import hf_actswap
 from hf_actswap.parallel import rank_agreement
 from tests.integrations.parallel_runs import Rows, parallel, tiny_llama, told
-from tests.processes import run_trainers
+from tests.processes import run_trainers_in_fork
 
 ENDS = {"one": (3,), "one of each model": (1, 3), "outside of the block": (3,)}
 """Which ranks end."""
@@ -24,16 +24,10 @@ LIMIT_S = 2.0
 
 
 def lose_ranks(slow: bool, rank: int, folder: str) -> None:
-    """Run each case, every rank in a process of its own: forked, to import nothing again."""
+    """Run each case, every rank in a process of its own."""
     rank_agreement.ANSWER_LIMIT_S = LIMIT_S
     for name in ENDS if slow else QUICK:
-        place = Path(folder, name)
-        place.mkdir(exist_ok=True)
-        child = os.fork()
-        if child == 0:
-            run_trainers(f"{__name__}:LOSING", 4, rank, str(place))
-            os._exit(0)
-        os.waitpid(child, 0)
+        run_trainers_in_fork(f"{__name__}:LOSING", 4, rank, Path(folder, name))
 
 
 def loses_ranks(folder: Path) -> None:

@@ -18,7 +18,7 @@ from hf_actswap.parallel.rank_agreement import LostRanks
 from tests.integrations.parallel_runs import Rows, told
 from tests.pipeline.staged_worker import VOCABULARY
 from tests.pipeline.trainer_worker import trainer_of
-from tests.processes import run_trainers
+from tests.processes import run_trainers_in_fork
 
 
 def tied_gpt2() -> GPT2LMHeadModel:
@@ -155,16 +155,10 @@ LIMIT_S = 2.0
 
 
 def lose_ranks(slow: bool, rank: int, folder: str) -> None:
-    """Let a rank end in each way, every rank in a process of its own: forked, to import nothing again."""
+    """Let a rank end in each way, every rank in a process of its own."""
     rank_agreement.ANSWER_LIMIT_S = LIMIT_S
     for how in ENDS if slow else QUICK:
-        place = Path(folder, how)
-        place.mkdir(exist_ok=True)
-        child = os.fork()
-        if child == 0:
-            run_trainers(f"{__name__}:LOSING", 3, rank, str(place))
-            os._exit(0)
-        os.waitpid(child, 0)
+        run_trainers_in_fork(f"{__name__}:LOSING", 3, rank, Path(folder, how))
 
 
 def loses_rank(folder: Path) -> None:

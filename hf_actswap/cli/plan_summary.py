@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import MemoryConfig
+from ..plan import MemoryPlan
 from ..planner.budget import MARGIN_SHARE
 from .output import size_text
 from .planned import EVERYTHING, NOTHING, PLANNED, SEVERAL_RANKS_SHARE, SearchResult, rates_or_none
@@ -117,7 +118,7 @@ def verdict_of(found: SearchResult) -> Verdict:
         "",
         found.allocatable_bytes,
         limit_bytes(found.memory, found.profile.device_bytes, found.budget_bytes),
-        has_plan=bool(found.plan.rows or found.plan.tiles),
+        has_plan=_acts(found.plan),
         compared=bool(found.plan.rows) or found.chosen_tiles is not None,
     )
 
@@ -265,13 +266,22 @@ def output_note(found: SearchResult) -> Iterator[str]:
 NOTHING_TO_CHANGE = "To use it: nothing need be changed. It fits as it is."
 
 
+def _acts(plan: MemoryPlan) -> bool:
+    return bool(plan.rows or plan.tiles) or plan.weights == "host"
+
+
 def use_line(found: SearchResult, saved_to: str | None) -> str:
     """Return the line that says how to train with this plan."""
-    if not found.plan.rows and not found.plan.tiles:
+    if not _acts(found.plan):
         return NOTHING_TO_CHANGE
     if saved_to is not None:
         applied = f'hf_actswap.apply(model, "{saved_to}")'
         return f'To use it: actswap="{saved_to}" in ActSwapTrainingArguments, or {applied}.'
+    if found.plan.weights == "host":
+        return (
+            'To use it: write it with --save plan.json and pass actswap="plan.json"; or, where everything is '
+            "kept, pass the configuration as it is. The planner (auto) keeps all weights on the device."
+        )
     return (
         'To use it: actswap="auto" in ActSwapTrainingArguments finds a plan by measurement; or write this '
         'one with --save plan.json and pass actswap="plan.json".'

@@ -74,6 +74,13 @@ def test_peak_and_host_memory(run: Run, tiny: Path, write: Callable[[str], Path]
     assert kept["step"]["weights"] == "keep"
 
 
+def test_weights_on_the_host_are_a_plan(run: Run, tiny: Path, write: Callable[[str], Path]) -> None:
+    text = " ".join(run("plan", tiny, write(HOST), *LORA).out.split())
+    assert "Fits: " in text
+    assert "The planner (auto) keeps all weights on the device." in text
+    assert "nothing need be changed" not in text
+
+
 def test_the_plan_that_is_saved_trains_with_the_weights_on_the_host(
     run: Run, tiny: Path, write: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -255,7 +255,7 @@ class Process:
 
     @property
     def out_of_memory(self) -> Sequence[Mapping[str, Any]]:
-        """Each time that memory ran out."""
+        """The last time in each step that memory ran out, and how often it did."""
         found: Sequence[Mapping[str, Any]] = self.seen["out_of_memory"]
         return found
 
@@ -316,9 +316,17 @@ class Rehearsed:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The planner's answer, if memory ran out or is short; ``None``: it was not needed."""
+        """The planner's answer, if memory ran out or is short; ``None``: it was not needed.
+
+        A training under a plan of ours that came to its end needs none: it runs out of memory while it
+        tries plans, and its budget is meant to be full.
+        """
         limit = _FULL * self.options.memory_bytes()
-        short = [found for found in self.processes if found.out_of_memory or found.peak_bytes > limit]
+        short = [
+            found
+            for found in self.processes
+            if (found.out_of_memory or found.peak_bytes > limit) and (self.code or not found.seen["planned"])
+        ]
         if not short or not self.asks_planner:
             return None
         return advice_for(short[0].seen["subject"], self.options)
@@ -405,9 +413,11 @@ def _out_of_memory(process: Process) -> Iterable[str]:
     for found in process.out_of_memory:
         after = process.seen["steps"] - found["steps_before"]
         went_on = f"the program went on for {after} steps" if after else "no step was done after it"
+        times = found["times"]
+        often = "" if times == 1 else f" {times} times, the last"
         yield (
-            f"Out of memory on device {found['device']}: {size_text(found['asked_bytes'])} asked for by "
-            f"{_op(found['op'])}, in step {found['steps_before'] + 1}, {found['phase']}; {went_on}."
+            f"Out of memory on device {found['device']}{often}: {size_text(found['asked_bytes'])} asked for "
+            f"by {_op(found['op'])}, in step {found['steps_before'] + 1}, {found['phase']}; {went_on}."
         )
 
 

@@ -113,7 +113,7 @@ class EvictableTensors:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that `evict` could free now."""
+        """Bytes that `evict` could free now if the host has room for them."""
         with self._lock:
             return sum(group.idle_bytes() for group in self._alive())
 

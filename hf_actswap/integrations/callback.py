@@ -490,11 +490,12 @@ class ActSwapCallback(TrainerCallback):
         if first and now.rejected and state.is_world_process_zero:
             with console_logging(logger):
                 for reason, size_bytes in now.rejected.items():
-                    logger.warning(
-                        "%s a step are swapped by the plan and stay on the device: %s.",
-                        gib_text(size_bytes),
-                        reason,
-                    )
+                    if size_bytes > _SAID_SHARE * now.offloaded_bytes:
+                        logger.warning(
+                            "%s a step are swapped by the plan and stay on the device: %s.",
+                            gib_text(size_bytes),
+                            reason,
+                        )
         if state.is_world_process_zero and not self._bytes_said:
             self._say_bytes(self.applied)
         self._log_decisions(self.applied.plan, args, state)
@@ -638,6 +639,8 @@ class ArgumentsCallback(ActSwapCallback):
 
 _SHOWN = ("actswap_stall_ms",)
 """The statistics of a step in the log, beside peak and saving; ``log: full`` has all."""
+_SAID_SHARE = 0.001
+"""Of what is swapped: less than that staying on the device (a scalar of the loss) is not worth a warning."""
 
 _IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (

@@ -235,6 +235,10 @@ class Evictor(Protocol):
     def evict(self, wanted_bytes: int) -> int:
         """Free at least ``wanted_bytes``, if possible; return the bytes freed."""
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that could be freed if the host had room for them."""
+
 
 class OomGuard(TorchDispatchMode):
     """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again.
@@ -377,7 +381,7 @@ class OomGuard(TorchDispatchMode):
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
             asked_bytes = max(wanted_bytes, 2 * asked_bytes)
             if self._random.capturing() or not (self._evict(asked_bytes) or self._meter.let_go()):
-                raise self._error(name, failure, "Nothing idle is left to evict.")
+                raise self._error(name, failure, self._why_none_left())
             self._tidy(asked_bytes == wanted_bytes)
             self.caught += 1
             self._note(name, "caught out-of-memory in")
@@ -385,6 +389,15 @@ class OomGuard(TorchDispatchMode):
                 states()
             result, failure = run()
         return result
+
+    def _why_none_left(self) -> str:
+        idle_bytes = self._idle.idle_bytes
+        if not idle_bytes:
+            return "Nothing idle is left to evict."
+        return (
+            f"{gib_text(idle_bytes)} more are idle, but no host memory is left to evict them to "
+            "(host_memory_gib; in a rehearsal --host-memory)."
+        )
 
     def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
         key = None

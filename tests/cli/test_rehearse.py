@@ -119,6 +119,7 @@ def seen(*held: dict[str, Any], failed: bool = False, **more: Any) -> Process:
         "phase": "forward",
         "op": "aten::silu",
         "steps_before": 2,
+        "times": 1,
         "memory": memory,
     }
     subject = {
@@ -143,6 +144,7 @@ def seen(*held: dict[str, Any], failed: bool = False, **more: Any) -> Process:
             "triton": {},
             "races": [],
             "subject": subject,
+            "planned": False,
             **more,
         }
     )
@@ -203,6 +205,16 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert document["fits"] is False
     assert document["advice"]["plan"]["step"]["device"] == "A100-40"
     assert "What to change" not in text_of(Rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
+
+
+def test_a_planned_training_that_survived_is_given_no_advice() -> None:
+    process = seen(group(MIB, "", "forward", "aten::silu", 4), failed=True, planned=True)
+    process.out_of_memory[0]["times"] = 37
+    options = Options("A100-40", memory="2GiB")
+    text = text_of(Rehearsed(options, [process], 0))
+    assert "Out of memory on device 0 37 times, the last: 3.00 MiB asked for by silu" in text
+    assert "What to change" not in text
+    assert "What to change" in text_of(Rehearsed(options, [process], 1))
 
 
 def test_the_planner_is_told_of_an_optimizer_that_takes_all_roots_at_once() -> None:

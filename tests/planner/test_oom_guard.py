@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, model_structure
-from hf_actswap.engine import EvictableTensors, Resources, install
+from hf_actswap.engine import EvictableTensors, HostPool, PageableSlabs, Resources, install
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner import CountingMeter, OomGuard
@@ -212,6 +212,17 @@ def test_where_nothing_helps_the_error_says_what_would() -> None:
         assert tries < 10
     assert tries >= 1
     assert_bitwise_equal(found, expected)
+
+
+def test_without_host_memory_the_error_says_so() -> None:
+    x = torch.randn(256, 32)
+    peak, _ = free_peak(stack, stack_step, x)
+    model = stack()
+    device = Device(int(0.6 * peak), [*model.parameters(), x])
+    device.idle.pool = HostPool(PageableSlabs(), cap_bytes=0)
+    with device.running(), pytest.raises(torch.OutOfMemoryError) as caught:
+        stack_step(device, model, x)
+    assert "more are idle, but no host memory is left to evict them to" in str(caught.value)
 
 
 def test_a_failed_step_leaves_nothing_and_the_next_may_succeed() -> None:

@@ -130,6 +130,7 @@ def test_running_out_of_memory_is_survived_and_planned_for(tmp_path: Path) -> No
     (failed,) = process["out_of_memory"]
     assert (failed["phase"], failed["steps_before"]) == ("forward", 1)
     assert failed["asked_bytes"] >= 32 * MIB
+    assert (failed["times"], process["planned"]) == (1, False)
     assert failed["op"].startswith("aten::")
     assert bytes_of(failed["memory"]["held"], "weights") > 20 * MIB
     assert "the program went on for 1 steps" in done.stderr

@@ -115,22 +115,30 @@ class Watch:
                     continue
 
     def _on_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Note the last time of each step: a guard that evicts runs out of memory at many ops of it."""
         with self._native.host_stands():
             phase, op = self._native.running()
-            self._mark_all()
             found = {
                 "device": device,
                 "asked_bytes": asked,
                 "phase": phase,
                 "op": op,
                 "steps_before": max(self._steps.values(), default=0),
-                "memory": self._native.memory(device, at_peak=False),
             }
-            self._out_of_memory.append(found)
-            sys.stderr.write(
-                f"rehearsal: out of memory: {asked / 2**30:.2f} GiB asked for by {op or 'an op'} ({phase}), "
-                f"after {found['steps_before']} steps of an optimizer\n"
-            )
+            before = self._out_of_memory[-1] if self._out_of_memory else {}
+            times = 1
+            if all(before.get(key) == found[key] for key in ("device", "steps_before")):
+                self._out_of_memory.pop()
+                times += before["times"]
+            if times == 1 or before["phase"] != phase:
+                self._mark_all()
+            memory = self._native.memory(device, at_peak=False)
+            self._out_of_memory.append({**found, "times": times, "memory": memory})
+            if times == 1:
+                sys.stderr.write(
+                    f"rehearsal: out of memory: {asked / 2**30:.2f} GiB asked for by {op or 'an op'} "
+                    f"({phase}), after {found['steps_before']} steps of an optimizer\n"
+                )
             self._write()
 
     def _end(self) -> None:
@@ -164,4 +172,5 @@ class Watch:
             "left_out": native.left_out(),
             "races": native.races(),
             "subject": self._subject.document(),
+            "planned": "hf_actswap.engine" in sys.modules,
         }

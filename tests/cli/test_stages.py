@@ -135,6 +135,7 @@ def test_host_memory_is_that_of_all_micro_batches_in_flight(run: Run, tiny: Path
     assert less["host_memory"]["limit_is_written"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so_first(run: Run, tiny: Path, write: Write) -> None:
     """Fates as the user wrote them are not searched; where they are, no plan is found."""
     ended = run("plan", tiny, write(PIPELINE), *STEP, "--budget", "600KiB")

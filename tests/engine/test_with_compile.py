@@ -151,7 +151,7 @@ def test_what_cannot_be_told_apart_is_rejected(direction: str, text: str, words:
             ("in place", "tile_config: {tile: [{op_name: feed_forward, tokens: 8}]}"),
             *((direction, OPS) for direction in ("wrapped", *WHOLE)),
         ],
-        2,
+        1,
     ),
 )
 def test_compiled_after_the_plan_is_rejected(direction: str, text: str) -> None:

@@ -86,6 +86,7 @@ def test_what_cannot_fit_says_what_would(unplanned: Trained) -> None:
     assert str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> None:
     wanted = 0.4 * unplanned.peak_bytes
     found = train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": wanted / GIB})

@@ -210,7 +210,7 @@ def fuzz(kind: str, text: str, seeds: range, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), {"plan": 400, "plan file": 200, "profile": 60, "profile file": 60}.items()
+    ("kind", "count"), {"plan": 120, "plan file": 60, "profile": 40, "profile file": 40}.items()
 )
 def test_a_damaged_document_has_one_named_error(
     kind: str, count: int, documents: dict[str, str], tmp_path: Path
@@ -287,7 +287,7 @@ FILES = (
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_record_has_one_named_error(name: str, run: Path, tmp_path: Path) -> None:
-    fuzz_record(name, run, range(20), tmp_path)
+    fuzz_record(name, run, range(12), tmp_path)
 
 
 @pytest.mark.slow

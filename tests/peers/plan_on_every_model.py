@@ -118,9 +118,9 @@ class PlanOnEveryModel:
 
     # The plan.
 
-    def plan_for(self, model: nn.Module) -> Any:
+    def plan_for(self, model: Any) -> Any:
         """Return the plan, without its recomputation where the model is checkpointed: both are an error."""
-        if isinstance(self.plan, dict) and _checkpointed(model):
+        if isinstance(self.plan, dict) and isinstance(model, nn.Module) and _checkpointed(model):
             return {key: value for key, value in self.plan.items() if key != "recompute_config"}
         return self.plan
 
@@ -169,10 +169,8 @@ class PlanOnEveryModel:
                 for name in ("gradient_checkpointing", "activation_checkpointing"):
                     if self.name == "mix" and hasattr(training, name):
                         setattr(training, name, False)
-                kwargs["callbacks"] = [
-                    *(kwargs.get("callbacks") or []),
-                    hf_actswap.ActSwapCallback(self.plan),
-                ]
+                plan = self.plan_for(kwargs["model"] if "model" in kwargs else args[0])
+                kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), hf_actswap.ActSwapCallback(plan)]
                 self.plans_applied += 1
             inner(trainer, *args, **kwargs)
 

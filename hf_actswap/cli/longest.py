@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.model_structure import unwrapped
-from ..planner.budget import budget_bytes
+from ..planner.budget import budget_bytes, fragment_bytes
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction, Profile
 from ..stream import ChunkedStep, problems_of_model
@@ -104,7 +104,7 @@ class _Lengths:
         self._found, self._config, self._host = found, config, asked.host_bytes
         self._shape = replace(step_shape(asked.step), sequences=1)
         self._memory = memory_in_force(config, asked.budget_bytes, self._shape)
-        self._budget_bytes = 0
+        self._budget_bytes = self._allocatable_bytes = 0  # the second: without fragments
         self._profiles: dict[tuple[bool, int], Profile] = {}
         self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]
 
@@ -130,6 +130,7 @@ class _Lengths:
             "model": self._found.document(),
             "step": shape.document(),
             "budget_bytes": self._budget_bytes,
+            "allocatable_bytes": self._allocatable_bytes,
             "host_limit_bytes": self._host,
             "longest": {name: item.document() for name, item in found.items()},
             "config": found[TILED].config,
@@ -142,8 +143,10 @@ class _Lengths:
     ) -> Iterable[RenderableType]:
         yield f"Model:  {self._found.described()}"
         yield f"Step:   {shape.described()}"
-        host = "" if self._host is None else f", {size_text(self._host)} of host memory"
-        yield f"Budget: {size_text(self._budget_bytes)}{host}"
+        fragments = self._budget_bytes - self._allocatable_bytes
+        left = f", {size_text(fragments)} of it for fragments" if fragments else ""
+        host = "" if self._host is None else f"; {size_text(self._host)} of host memory"
+        yield f"Budget: {size_text(self._budget_bytes)}{left}{host}"
         yield heading("Longest sequence, every layer recomputed")
         table = table_of("", "Tokens", "Peak", "Host", "Step", "Ended by")
         for name, item in found.items():
@@ -176,10 +179,10 @@ class _Lengths:
         plan = self._plan(_CHUNKS)
         step = self._chunked(plan)
         host_bytes = max(self._host - self._paged_bytes, 0)
-        tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
+        tokens = step.longest(self._allocatable_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
         predicted = step.predicted(tokens or step.shortest_streamed)
         found = self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
-        kept = step.keeping_most(plan, tokens, self._budget_bytes) if tokens else 0
+        kept = step.keeping_most(plan, tokens, self._allocatable_bytes) if tokens else 0
         if not kept:
             return found
         config = _keeping(kept, plan.num_layers)
@@ -213,13 +216,15 @@ class _Lengths:
         def over_bytes(tokens: int) -> int:
             """Return the bytes by which a step exceeds device or host memory, the larger of the two."""
             step = self._step(plan, tokens)
-            over = step.peak_bytes - self._budget_bytes
+            over = step.peak_bytes - self._allocatable_bytes
             if self._host is None or not step.host_bytes:  # a shorter sequence needs no less
                 return over
             return max(over, step.host_bytes + self._paged_bytes - self._host)
 
         rests = self._profile(plan, _FIRST_TOKENS)
-        self._budget_bytes = budget_bytes(self._memory, rests.device_bytes, rests.device_bytes)
+        budget = budget_bytes(self._memory, rests.device_bytes, rests.device_bytes)
+        self._budget_bytes = budget
+        self._allocatable_bytes = budget - fragment_bytes(rests, self._memory, budget)
         tokens = longest_of(over_bytes)
         step = self._step(plan, tokens or UNIT_TOKENS)
         profile = self._profile(plan, tokens or UNIT_TOKENS)
@@ -228,8 +233,11 @@ class _Lengths:
     def _found_longest(
         self, tokens: int, step: Prediction, parts: MemoryParts | None, config: str
     ) -> Longest:
+        growing_bytes = step.peak_bytes if parts is None else parts.activations
+        device_room = growing_bytes + self._allocatable_bytes - step.peak_bytes
+        host_room = (self._host or sys.maxsize) - self._paged_bytes
+        on_host = step.host_bytes * device_room > growing_bytes * host_room
         needed_bytes = step.host_bytes + self._paged_bytes
-        on_host = needed_bytes * self._budget_bytes > step.peak_bytes * (self._host or sys.maxsize)
         return Longest(tokens, step, parts, needed_bytes, "host" if on_host else "device", config)
 
     def _profile(self, plan: MemoryPlan, tokens: int) -> Profile:

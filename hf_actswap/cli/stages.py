@@ -32,7 +32,7 @@ from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
-from ..planner.budget import budget_bytes, limits_of
+from ..planner.budget import BudgetError, budget_bytes, budget_for, fragment_bytes, limits_of
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
@@ -158,9 +158,15 @@ class StagesAnswer:
     paged_bytes: tuple[int, ...]
 
     @property
+    def allocatable_bytes(self) -> int:
+        """The most that tensors of a stage may take: the budget without fragments."""
+        profile = self.pipeline.stages[0].profile
+        return self.budget_bytes - fragment_bytes(profile, self.asker.memory, self.budget_bytes)
+
+    @property
     def ok(self) -> bool:
         """Whether each stage is within the budget."""
-        return max(self.step.peaks_bytes) <= self.budget_bytes
+        return max(self.step.peaks_bytes) <= self.allocatable_bytes
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -177,7 +183,7 @@ class StagesAnswer:
             self.pipeline.count * shape.sequences * shape.tokens,
             " a pipeline" if shape.sharding is not None else "",
             f" on stage {self.step.peaks_bytes.index(max(self.step.peaks_bytes))}",
-            self.budget_bytes,
+            self.allocatable_bytes,
             limit_bytes(self.asker.memory, profile.device_bytes, self.budget_bytes),
             has_plan=any(plan.rows or plan.tiles for plan in plans),
             compared=any(plan.rows for plan in plans),
@@ -251,6 +257,7 @@ class StagesAnswer:
             "assumed": list(assumptions(self.asker.found, self.asker.shape)),
             "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
+            "allocatable_bytes": self.allocatable_bytes,
             "stages": [
                 {**stage.document(), "waits_share": waits}
                 for stage, waits in zip(self.stages, self.waits, strict=True)
@@ -274,7 +281,8 @@ class StagesAnswer:
         yield f"Model:    {self.asker.found.described()}"
         yield f"Step:     {self.pipeline.count} micro-batches of {self.asker.shape.described()}"
         yield f"Pipeline: {len(self.stages)} stages, {self.parallel.schedule}"
-        yield f"Budget:   {budget_text(memory, self.budget_bytes, device_bytes, ranks)}{mode}"
+        fragments = self.budget_bytes - self.allocatable_bytes
+        yield f"Budget:   {budget_text(memory, self.budget_bytes, device_bytes, ranks, fragments)}{mode}"
         yield heading("Stages")
         yield self._stage_table()
         if not self.ok:
@@ -310,7 +318,7 @@ class StagesAnswer:
         for name in ("Fixed", "In flight", "Peak", "Each", "Waits"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, stage in enumerate(self.stages):
-            over = " !" if stage.peak_bytes > self.budget_bytes else ""
+            over = " !" if stage.peak_bytes > self.allocatable_bytes else ""
             table.add_row(
                 str(number),
                 format_scopes(stage.layers),
@@ -423,11 +431,19 @@ class LayoutPredictor:
         searched = self.config.memory.mode != "off"
         moved = searched and self.memory.preference == "memory_saving"
         if searched:
-            limits = limits_of(self.memory, budget, plan.min_tensor_bytes)
+            allocatable = budget - fragment_bytes(stages[0].profile, self.memory, budget)
+            limits = limits_of(self.memory, allocatable, plan.min_tensor_bytes)
             if limits.host_bytes is not None:
                 limits = replace(limits, host_bytes=max(limits.host_bytes - max(paged), 0))
-            with busy("search"):
-                step = plan_stages(pipeline, plans, limits)
+            try:
+                with busy("search"):
+                    step = plan_stages(pipeline, plans, limits)
+            except BudgetError as error:
+                left = f"{size_text(budget - allocatable)} of the budget are left for fragments."
+                error = error.with_hint(left if budget > allocatable else "")
+                error.budget_bytes = budget
+                error.least_bytes = budget_for(stages[0].profile, self.memory, error.least_bytes)
+                raise error from None
         return StagesAnswer(self, parallel, layout, pipeline, step, searched, moved, budget, paged)
 
     def _stage(
@@ -485,7 +501,7 @@ def _is_better(one: StagesAnswer, other: StagesAnswer) -> bool:
     """Whether ``one`` has less time or memory above the budget than ``other``, and not more of either."""
     ms, other_ms = one.step.step_ms, other.step.step_ms
     peak, other_peak = (
-        max(*answer.step.peaks_bytes, answer.budget_bytes * answer.searched) for answer in (one, other)
+        max(*answer.step.peaks_bytes, answer.allocatable_bytes * answer.searched) for answer in (one, other)
     )
     less = ms < other_ms * (1 - _WORTH) or peak < other_peak * (1 - _WORTH)
     return less and ms <= other_ms and peak <= other_peak

@@ -61,21 +61,27 @@ def test_nothing_fits() -> None:
     assert longest_of(lambda tokens: tokens + 1) == 0
 
 
+def beside_fragments(mib: float) -> str:
+    """Return a budget in which so many MiB may be allocated: 3 % of one that is written are for fragments."""
+    return f"{mib / 0.97:.6f}MiB"
+
+
 @pytest.mark.slow
 def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Path, tmp_path: Path) -> None:
     options = ("--device", "H100", "--optimizer", "sgd", "--json")
-    asked = ("--longest", "--budget", "24MiB", "--host-memory-gib", "1")
+    asked = ("--longest", "--budget", beside_fragments(64 + 24), "--host-memory-gib", "1")
     found = run("plan", tiny, *asked, *options).document
     assert found["ok"]
     longest = found["longest"]
     streamed = longest["streamed in chunks"]
     assert streamed["tokens"] > longest[NAMES[0]]["tokens"]
-    assert streamed["peak_bytes"] <= 24 * 2**20 < streamed["peak_bytes"] + K * 32
+    assert streamed["peak_bytes"] <= found["allocatable_bytes"] < streamed["peak_bytes"] + K * 32
     assert streamed["ends"] == "device"
     assert load_config(streamed["config"]).stream_config.tokens == "auto"
     tiled, swapped, checkpointed = (longest[name] for name in NAMES)
     assert tiled["tokens"] > swapped["tokens"] > checkpointed["tokens"] > 0
-    assert all(item["peak_bytes"] <= found["budget_bytes"] == 24 * 2**20 for item in longest.values())
+    assert all(item["peak_bytes"] <= found["allocatable_bytes"] for item in longest.values())
+    assert found["allocatable_bytes"] == pytest.approx(0.97 * found["budget_bytes"], abs=1)
     assert checkpointed["host_bytes"] == 0 < swapped["host_bytes"]
     # The layers' inputs: four hidden states of bf16, and that of the norm after them is none of them.
     assert tiled["host_bytes"] == 4 * tiled["tokens"] * 32 * 2
@@ -87,8 +93,8 @@ def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Pat
 
 @pytest.mark.slow
 def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
-    options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--budget", "24MiB", "--json")
-    found = run("plan", tiny, *options, "--host-memory-gib", "0.002").document["longest"]
+    options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--host-memory-gib", "0.002", "--json")
+    found = run("plan", tiny, *options, "--budget", beside_fragments(64 + 24)).document["longest"]
     limit = int(0.002 * GIB)
     longest = found["inputs swapped"]["tokens"]
     assert found["inputs swapped"]["ends"] == "host"
@@ -115,7 +121,7 @@ def test_layers_are_kept_in_the_device_memory_that_is_left(run: Run, tiny: Path)
     options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--host-memory-gib", "0.05", "--json")
     found = []
     for budget, recomputed in ((64 + 24.5, (3,)), (64 + 40, (2,))):
-        asked = ("--budget", f"{budget}MiB")
+        asked = ("--budget", beside_fragments(budget))
         found.append(run("plan", tiny, *asked, *options).document["longest"][STREAMED])
         assert load_config(found[-1]["config"]).recompute_config.recompute == recomputed
         assert found[-1]["peak_bytes"] <= budget * 2**20

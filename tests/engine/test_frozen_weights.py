@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config
 from hf_actswap.engine import (
@@ -533,6 +534,57 @@ def test_what_owns_the_weights_is_named_before_any_step(case: str, world_of_one:
     if case != "twice":
         with pytest.raises(PlanError):
             applied_to(model)
+
+
+def test_casts_that_autograd_keeps_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def said(dtype: torch.dtype, training: bool = True) -> list[str]:
+        caplog.clear()
+        model = lora(tiny_llama(dtype))
+        with applied_to(model), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+            for step in range(2):
+                forward(model, step)
+        return [one.getMessage() for one in caplog.records if "autocast" in one.getMessage()]
+
+    (text,) = said(torch.float32)
+    assert "layers.0.self_attn.q_proj.base_layer.weight and 6 more weights of each layer are in" in text
+    assert "torch.float32, and autocast computes in torch.bfloat16" in text
+    assert said(torch.bfloat16) == []
+    assert said(torch.float32, training=False) == []
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts to bfloat16 of tensors of some shapes that are alive."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.made = self.alive = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
+        if cast and result.shape in self._shapes:
+            self.made, self.alive = self.made + 1, self.alive + 1
+            weakref.finalize(result.untyped_storage(), self._gone)
+        return result
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_autocast_keeps_casts_of_frozen_weights_only_where_autograd_does(recomputed: bool) -> None:
+    """Its cache would hold them until the block ends, but is for weights that need gradients."""
+    model = lora_llama()
+    weights = {name: one for name, one in model.named_parameters() if "base_layer" in name}
+    rows = recompute_rows([""], range(4)) if recomputed else ()
+    with applied_to(model, plan_of(*rows)), torch.autocast("cpu", torch.bfloat16):
+        with Casts({one.shape for one in weights.values()}) as casts:
+            loss = forward(model)
+        assert casts.made >= len(weights)
+        # The first layer's input needs no gradient, for which queries, keys and values would be saved.
+        assert casts.alive == (0 if recomputed else len(weights) - 3)
+        loss.backward()
 
 
 def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:

@@ -128,7 +128,8 @@ MicroBatches = Annotated[
         "--micro-batches",
         min=1,
         metavar="N",
-        help="Of a step of a pipeline (parallel_config.schedule); else four for each stage.",
+        help="Micro-batches of an optimizer's step (gradient_accumulation_steps). Default: 1, in a pipeline "
+        "four for each stage.",
     ),
 ]
 Compare = Annotated[

@@ -45,6 +45,8 @@ from .plan_summary import (
     budget_text,
     host_need,
     output_note,
+    states_document,
+    states_note,
     use_line,
     verdict_of,
 )
@@ -86,6 +88,7 @@ def _document(
         "budget_bytes": found.budget_bytes,
         "allocatable_bytes": found.allocatable_bytes,
         "tokens_per_s": verdict_of(found).tokens_per_s,
+        "optimizer_states": states_document(found),
         "host_memory": host_need(found).document(),
         "profile": None if recorded is None else recorded.path,
         "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
@@ -108,6 +111,7 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
     yield f"Budget: {budget}; mode {found.memory.mode}"
     yield heading("Plan")
     yield fates_shown(asked)(found.plan, found.profile)
+    yield from states_note(found)
     if found.chosen_tiles is not None:
         yield heading("Nothing else fits: in tiles")
         yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
@@ -196,13 +200,13 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
         with subject(asked.model, written) as seen:
             stages = answer_stages(asked, written, seen, step_shape(asked.step), fates_shown(asked))
             return Answer(stages.document, stages.shown, stages.ok)
-    if asked.micro_batches is not None:
-        raise PlanError([_NO_PIPELINE], written.source)
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
-        step = replace(step, weights=wanted.memory.weights)
+        step = replace(step, weights=wanted.memory.weights, micro_batches=asked.micro_batches or 1)
+        if step.micro_batches > 1 and step.sharding is not None and step.sharding.stage > 1:
+            raise PlanError([_SHARDED_GRADIENTS])
         with subject(asked.model, wanted) as found:
             ranks = ranks_of_a_machine(found, step)
             memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
@@ -210,7 +214,9 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
                 recorded.check(found)
             room = _left_to_swap(memory, found, step)
             profile = None if recorded is None else recorded.profile
-            result = replace(planned(found, step, wanted, room, profile, asked.full), memory=memory)
+            result = planned(found, step, wanted, room, profile, asked.full)
+            memory = replace(memory, preference=result.memory.preference)
+            result = replace(result, memory=memory)
         said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
         return replace(result, host_is_written=said)
 
@@ -245,10 +251,10 @@ def _left_to_swap(memory: MemoryConfig, found: AnalysedModel, step: StepShape) -
     return replace(memory, host_memory_gib=left_gib)
 
 
-_NO_PIPELINE = Problem(
+_SHARDED_GRADIENTS = Problem(
     "--micro-batches",
-    "a configuration with parallel_config.pipeline_stage and parallel_config.schedule",
-    "none",
+    "1 beside --shard of gradients (zero2, zero3, fsdp)",
+    "more",
     "The step of one micro-batch is planned without it.",
 )
 _STREAMED = Problem(
@@ -305,6 +311,7 @@ def _write(path: str, found: SearchResult) -> None:
         **prediction_document(found.steps[PLANNED]),
         "without_plan_peak_bytes": found.steps[NOTHING].peak_bytes,
         "without_plan_step_ms": found.steps[NOTHING].step_ms,
+        "states_resident_bytes": found.resident_state_bytes,
     }
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 from ..config import MemoryConfig
 from ..plan import MemoryPlan
 from ..planner.budget import MARGIN_SHARE
-from .output import size_text
+from .output import size_text, step_ms_text
 from .planned import EVERYTHING, NOTHING, PLANNED, SEVERAL_RANKS_SHARE, SearchResult, rates_or_none
 from .step import StepShape, ranks_of_a_machine, state_bytes
 from .subject import AnalysedModel
@@ -113,7 +113,7 @@ def verdict_of(found: SearchResult) -> Verdict:
         step(PLANNED),
         step(NOTHING),
         step(EVERYTHING),
-        found.step.sequences * found.step.tokens,
+        found.step.micro_batches * found.step.sequences * found.step.tokens,
         " a rank" if several else "",
         "",
         found.allocatable_bytes,
@@ -209,7 +209,10 @@ def budget_text(
 def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     """Yield the assumptions about how the model is trained."""
     if subject.trained < subject.parameters:
-        yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
+        inputs = (
+            "" if step.autocast is None else ", under autocast: without it (--autocast none) more is needed"
+        )
+        yield f"Adapters are as PEFT makes them, in fp32 beside a base in half precision{inputs}."
     if subject.quantize is not None:
         bits = {
             "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
@@ -266,12 +269,37 @@ def output_note(found: SearchResult) -> Iterator[str]:
 NOTHING_TO_CHANGE = "To use it: nothing need be changed. It fits as it is."
 
 
+def states_document(found: SearchResult) -> dict[str, Any]:
+    """Return where the optimizer's states wait, and what a step takes otherwise, as JSON values."""
+    return {"place": "host" if found.states_moved else "device", "kept_ms": found.kept_states_ms}
+
+
+def states_note(found: SearchResult) -> Iterator[str]:
+    """Yield a line if the optimizer's states wait on the host, with what a step takes otherwise."""
+    if not found.states_moved:
+        return
+    size, kept_ms, why = size_text(found.profile.optimizer_state_bytes), found.kept_states_ms, "as written"
+    if kept_ms is not None:
+        taken = step_ms_text(found.prediction.step_ms)
+        why = f"chosen: a step takes {taken}, and {step_ms_text(kept_ms)} with them on the device"
+    yield f"Optimizer's states ({size}): on the host, copied once a step ({why})."
+
+
 def _acts(plan: MemoryPlan) -> bool:
     return bool(plan.rows or plan.tiles) or plan.weights == "host"
 
 
 def use_line(found: SearchResult, saved_to: str | None) -> str:
     """Return the line that says how to train with this plan."""
+    if found.states_moved and (saved_to is not None or found.kept_states_ms is None):
+        asked: dict[str, str] = {"mode": found.memory.mode}
+        asked |= {} if found.kept_states_ms is not None else {"preference": "memory_saving"}
+        asked |= {} if saved_to is None else {"plan_file": saved_to}
+        section = ", ".join(f"{key}: {value}" for key, value in asked.items())
+        return (
+            f"To use it: `memory: {{{section}}}` in the configuration. (A plan alone does not move the "
+            "optimizer's states.)"
+        )
     if not _acts(found.plan):
         return NOTHING_TO_CHANGE
     if saved_to is not None:

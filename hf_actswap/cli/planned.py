@@ -27,6 +27,12 @@ from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
+from ..planner.search.states_place import (
+    WholeStep,
+    whole_step,
+    with_states_in_passing,
+    with_states_on_host,
+)
 from .output import busy, size_text, step_ms_text
 from .step import (
     StepShape,
@@ -123,10 +129,14 @@ class SearchResult:
         profile: profile of the step without a plan.
         plan: the plan that was found.
         budget_bytes: the budget, which the plan and the allocator's fragments keep within.
-        steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested.
+        steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested. Of
+            several micro-batches: each of one, but with the time of all and of the optimizer.
         chosen_tiles: ``tile_config`` of the plan if it has more tiles than the user wrote, because nothing
             fits without them.
         host_is_written: whether the configuration limits host memory, or the command line does.
+        kept_states_ms: the time of the optimizer's step with its states on the device, where they wait on the
+            host because that is faster; ``None``: they wait where it is written, or on the device.
+        resident_state_bytes: then `WholeStep.resident_bytes`.
     """
 
     subject: AnalysedModel
@@ -138,6 +148,13 @@ class SearchResult:
     steps: Mapping[str, Prediction]
     chosen_tiles: TileConfig | None = None
     host_is_written: bool = False
+    kept_states_ms: float | None = None
+    resident_state_bytes: int | None = None
+
+    @property
+    def states_moved(self) -> bool:
+        """Whether the optimizer's states wait on the host during forward and backward."""
+        return self.memory.preference == "memory_saving" and self.profile.optimizer_state_bytes > 0
 
     @property
     def allocatable_bytes(self) -> int:
@@ -148,7 +165,7 @@ class SearchResult:
     def host_bytes(self) -> int:
         """Host memory that a rank needs: for swapped tensors, frozen weights, states kept or paged there."""
         needed = self.prediction.host_bytes
-        if self.memory.preference == "memory_saving":
+        if self.states_moved:
             needed += self.profile.optimizer_state_bytes
         needed += sum(weights_on_host(self.subject, self.step).values())
         return needed + paged_bytes(self.subject, self.step)
@@ -161,9 +178,8 @@ class SearchResult:
     @property
     def parts(self) -> Mapping[str, MemoryParts]:
         """What each peak consists of; empty if the profile lacks the weights' size."""
-        moved = self.memory.preference == "memory_saving"
         found = {
-            name: memory_parts(self.profile, step, moved and name in (PLANNED, LEAST))
+            name: memory_parts(self.profile, step, self.states_moved and name in (PLANNED, LEAST))
             for name, step in self.steps.items()
         }
         return {name: parts for name, parts in found.items() if parts is not None}
@@ -273,7 +289,7 @@ def planned(
         found: the model.
         step: the step to plan for.
         config: the configuration with the fates written by hand.
-        memory: the ``memory`` section to use.
+        memory: the ``memory`` section to use. That of the result says where the optimizer's states wait.
         profile: profile of this step of this model; ``None``: it is computed from shapes.
         with_least: whether to predict the step with the least peak too.
 
@@ -291,10 +307,58 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-    moved = memory.preference == "memory_saving"
-    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False).peak_bytes
-    budget = budget_bytes(memory, profile.device_bytes, unplanned)
-    on_paper = _Search(found, step, memory, profile, fixed, with_least, unplanned, budget)
+
+    if memory.preference != "auto":
+        return _of_whole_steps(_with_tiles(found, step, config, memory, profile, fixed, with_least))
+    kept = replace(memory, preference="performance")
+    result = _of_whole_steps(_with_tiles(found, step, config, kept, profile, fixed, with_least))
+    if memory.mode != "adaptive":
+        return result
+    host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
+
+    def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
+        bucket = memory.swap_bucket_size if swaps else 0
+        moved = replace(memory, preference="memory_saving", swap_bucket_size=bucket)
+        found_so = _on_paper(found, step, moved, profile, fixed, with_least).planned(profile, fixed)
+        one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
+        return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
+
+    own = WholeStep(result.prediction, result.prediction.step_ms)
+    best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
+    return result if best is None else _with_states_in_passing(*best, own.ms)
+
+
+def _of_whole_steps(result: SearchResult) -> SearchResult:
+    """Return a result of one micro-batch with the times of the optimizer's step."""
+    steps = {}
+    for name, one in result.steps.items():
+        moved = result.states_moved and name in (PLANNED, LEAST)
+        whole = whole_step(result.profile, one, result.step.micro_batches, moved)
+        steps[name] = replace(one, step_ms=whole.ms)
+    return replace(result, steps=steps)
+
+
+def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: float) -> SearchResult:
+    at_rest = result.profile.outside_base_bytes - result.profile.optimizer_state_bytes
+    resident = chosen.resident_bytes or 0
+    whole = _of_whole_steps(result)
+    peak_bytes = max(whole.prediction.peak_bytes, at_rest + resident)
+    steps = {**whole.steps, PLANNED: replace(whole.prediction, step_ms=chosen.ms, peak_bytes=peak_bytes)}
+    return replace(whole, steps=steps, kept_states_ms=kept_ms, resident_state_bytes=resident)
+
+
+def _with_tiles(
+    found: AnalysedModel,
+    step: StepShape,
+    config: ActSwapConfig,
+    memory: MemoryConfig,
+    profile: Profile,
+    fixed: MemoryPlan,
+    with_least: bool,
+) -> SearchResult:
+    """Search a plan with the optimizer's states where ``memory.preference`` says; if none fits, in tiles."""
+    on_paper = _on_paper(found, step, memory, profile, fixed, with_least)
+    budget = on_paper.budget_bytes
     try:
         return on_paper.planned(profile, fixed)
     except BudgetError as error:
@@ -313,6 +377,20 @@ def planned(
             except BudgetError as error:
                 errors.append(error)
     raise min(errors, key=lambda error: error.least_bytes)
+
+
+def _on_paper(
+    found: AnalysedModel,
+    step: StepShape,
+    memory: MemoryConfig,
+    profile: Profile,
+    fixed: MemoryPlan,
+    with_least: bool,
+) -> _Search:
+    moved = memory.preference == "memory_saving"
+    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False).peak_bytes
+    budget = budget_bytes(memory, profile.device_bytes, unplanned)
+    return _Search(found, step, memory, profile, fixed, with_least, unplanned, budget)
 
 
 @dataclass(frozen=True)
@@ -348,7 +426,7 @@ class _Search:
         """
         memory, budget = self.memory, self.budget_bytes
         allocatable = budget - fragment_bytes(profile, memory, budget)
-        limits = limits_of(memory, allocatable, fixed.min_tensor_bytes)
+        limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)
         try:
             with busy("search"):
                 best = find_plan(profile, fixed, limits)

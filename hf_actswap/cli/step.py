@@ -141,6 +141,7 @@ class StepShape:
         gradient_dtype: type of gradients until the optimizer's step; ``None``: that of the weights.
         sharding: what data-parallel ranks shard; ``None``: nothing.
         weights: where frozen weights of the layers are while no layer reads them.
+        micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
     """
 
     sequences: int
@@ -151,6 +152,7 @@ class StepShape:
     gradient_dtype: DtypeName | None = None
     sharding: Sharding | None = None
     weights: WeightsPlace = "keep"
+    micro_batches: int = 1
 
     def described(self) -> str:
         """Return the step as one line of text."""
@@ -159,8 +161,10 @@ class StepShape:
         gradients = f", {self.gradient_dtype} gradients" if self.gradient_dtype else ""
         shares = f", {self.sharding.name} over {self.sharding.ranks} ranks" if self.sharding else ""
         place = ", frozen weights on the host" if self.weights == "host" else ""
-        batch = f"{self.sequences} x {self.tokens} tokens on {self.device}"
-        return f"{batch}{precision}{states}{gradients}{shares}{place}"
+        batch = f"{self.sequences} x {self.tokens} tokens"
+        if self.micro_batches > 1:
+            batch = f"{self.micro_batches} micro-batches of {batch}"
+        return f"{batch} on {self.device}{precision}{states}{gradients}{shares}{place}"
 
     def document(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -173,6 +177,7 @@ class StepShape:
             "gradient_dtype": self.gradient_dtype,
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "weights": self.weights,
+            "micro_batches": self.micro_batches,
         }
 
 
@@ -233,7 +238,7 @@ def profile_of(
                 batch,
                 step.device,
                 optimizer_state_bytes=state_bytes(step.optimizer, found.model)[0],
-                gradients_exist=gradients_exist,
+                gradients_exist=gradients_exist or step.micro_batches > 1,
                 with_workspaces=workspaces,
             )
     except Exception as error:  # the model's own code runs: it may raise anything

@@ -41,6 +41,7 @@ __all__ = [
     "OpTileRule",
     "ParallelConfig",
     "PipelineSchedule",
+    "Preference",
     "Prefetch",
     "RecomputeConfig",
     "StreamConfig",
@@ -108,7 +109,9 @@ Mode = Annotated[
     BeforeValidator(_off),
     one_of("off", "smart_swap", "adaptive"),
 ]
-Preference = Annotated[Literal["performance", "memory_saving"], one_of("performance", "memory_saving")]
+Preference = Annotated[
+    Literal["auto", "performance", "memory_saving"], one_of("auto", "performance", "memory_saving")
+]
 
 WeightsPlace = Annotated[Literal["keep", "host"], one_of("keep", "host")]
 """Where frozen weights of layers wait while no layer reads them: on the device, or in host memory."""
@@ -343,8 +346,9 @@ class MemoryConfig:
             in bytes). Default ``None``; not together with ``budget_gib``.
         margin_gib: GiB of the device that stay free if neither ``budget_gib`` nor ``reduce_by_gib`` is
             written (``redundant_memory``, in bytes). Default ``None``: 3 % of the device.
-        preference: ``performance`` (default; ``BETTER_PERFORMANCE``): only activations are swapped;
-            ``memory_saving`` (``BETTER_MEMORY_SAVING``): the optimizer's states too.
+        preference: ``performance`` (``BETTER_PERFORMANCE``): only activations are swapped; ``memory_saving``
+            (``BETTER_MEMORY_SAVING``): the optimizer's states too; ``auto`` (default): under ``adaptive``
+            the states too, where a step is predicted to be faster so; else as ``performance``.
         warmup_steps: optimizer steps in which the profile is recorded (``warmup_step``). Default 2.
         search_steps: in how many optimizer steps plans are tried, at most (``stable_step - warmup_step``).
             Default 8.
@@ -369,7 +373,7 @@ class MemoryConfig:
     budget_gib: _Gib | None = None
     reduce_by_gib: _Gib | None = None
     margin_gib: _Margin | None = None
-    preference: Preference = "performance"
+    preference: Preference = "auto"
     warmup_steps: AtLeast1 = 2
     search_steps: _AtLeast0 = 8
     num_attn_layers_per_stage: AtLeast1 = 1

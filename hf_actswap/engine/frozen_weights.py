@@ -49,6 +49,7 @@ first call.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -69,8 +70,10 @@ from .host_memory import available_bytes, margin_bytes, room_beyond
 from .host_pool import HostPool
 from .layer_weights import LayerWeights, laid_out
 from .owners import parameter_places
-from .stats import Counters, SwapStats
+from .stats import Counters, SwapStats, gib_text
 from .transfer import Transfer, transfer_of
+
+logger = logging.getLogger(__name__)
 
 LAYERS_AHEAD = 1
 """Layers that are fetched before the one that runs has ended. One hides the copies wherever a layer's copy
@@ -144,6 +147,7 @@ class FrozenWeights:
         if not self.layers:
             raise PlanError([_NOTHING_FROZEN])
         self._counters = Counters()
+        self._said_casts = False
         self._device: torch.device | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._pool: HostPool | None = None
@@ -294,6 +298,7 @@ class FrozenWeights:
         try:
             with torch._C.DisableTorchFunction():  # a mode around the layer would take these for its ops
                 self._bring(layer, backward)
+                self._note_casts(layer)
                 layer.running, layer.needed_in_backward = True, not torch.is_grad_enabled()
             with layer.shown(), layer.packing():
                 return forward(*args, **kwargs)
@@ -301,6 +306,29 @@ class FrozenWeights:
             layer.running, self._thread = False, outer
             if not backward and layer.position < self._first_in_window(layer.position + 1, False):
                 layer.drop()
+
+    def _note_casts(self, layer: LayerWeights) -> None:
+        """Say once if autocast casts the weights: its cache keeps no such cast, autograd does."""
+        kind = self._where().type
+        if self._said_casts or not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
+            return
+        dtype = torch.get_autocast_dtype(kind)
+        cast = [one for one in layer.held if one.tensor.dtype == torch.float32 and one.tensor.dim() > 1]
+        if not cast:
+            return
+        self._said_casts = True
+        kept_bytes = len(self.layers) * sum(one.tensor.numel() * dtype.itemsize for one in cast)
+        logger.warning(
+            "memory.weights: %s.%s and %d more weights of each layer are in %s, and autocast computes in %s: "
+            "autograd keeps the casts on the device until backward (%s in all layers), unless the layers are "
+            "recomputed. Load the model in that type (dtype=...).",
+            layer.path,
+            cast[0].name,
+            len(cast) - 1,
+            cast[0].tensor.dtype,
+            dtype,
+            gib_text(kept_bytes),
+        )
 
     def _reached_by_ticket(self, layer: LayerWeights) -> None:
         self._bring(layer, backward=True)

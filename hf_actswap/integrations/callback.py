@@ -58,6 +58,16 @@ def has_weights_on_host(requested: ActSwapConfig | MemoryPlan) -> bool:
     return place == "host"
 
 
+def _sharding_beside_weights(trainer: Any) -> list[Problem]:
+    """Return what shards the model after its frozen weights have been set aside on the host."""
+    hint = "It owns the weights, and moves them itself: leave weights: host out, or train without it (DDP)."
+    return [
+        Problem("memory.weights", f"keep beside {name}", "host", hint)
+        for name in ("fsdp", "deepspeed")
+        if getattr(trainer, f"is_{name}_enabled", False)
+    ]
+
+
 CHECKPOINT_PLAN = "actswap_plan.json"
 """The plan of a planner in a checkpoint's folder, as a plan file."""
 
@@ -236,6 +246,8 @@ class ActSwapCallback(TrainerCallback):
         self.bind(trainer)
         if has_weights_on_host(self._requested):
             with failing_together("frozen weights", args.ddp_timeout):
+                if problems := _sharding_beside_weights(trainer):
+                    raise PlanError(problems)
                 structure = model_structure(trainer.model)
                 weights_on_host(trainer.model, self._plan_for(structure), structure)
         if self._divides:

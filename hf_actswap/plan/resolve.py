@@ -395,7 +395,7 @@ class _Resolution:
             goes_with |= {
                 "reduce_by_gib": ("nothing",),
                 "plan_file": ("nothing",),
-                "preference": ("performance",),
+                "preference": ("auto", "performance"),
             }
         for key, allowed in goes_with.items():
             if (asked := str(getattr(memory, key) or "nothing")) not in allowed:

@@ -146,7 +146,7 @@ def _impossible(
         return Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")
     found = gib_text(budget) if memory.budget_gib is None else f"{memory.budget_gib:g} GiB"
     hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
-    if memory.preference == "performance":
+    if memory.preference != "memory_saving":
         hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
     if memory.mode == "smart_swap" and not tiled:
         hint = "In tiles (`tile_config: {loss: auto}`, or `mode: adaptive`) it needs less. " + hint

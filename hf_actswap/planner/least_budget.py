@@ -55,6 +55,7 @@ class LeastBudget:
         fixed: returns the fates written by hand, with the current tiles.
         device: name of the model's device.
         put_tiles: puts tiles on the model and returns what takes them off.
+        states_moved: returns whether the optimizer's states wait on the host.
         ladder: plans with more and more in tiles that the planner may choose.
     """
 
@@ -64,9 +65,10 @@ class LeastBudget:
         fixed: Callable[[], MemoryPlan],
         device: str,
         put_tiles: ApplyTiles = lambda _: [],
+        states_moved: Callable[[], bool] = lambda: False,
         ladder: Iterable[MemoryPlan] = (),
     ) -> None:
-        self._put_tiles, self._ladder = put_tiles, ladder
+        self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
         self._rates, self._workspaces = known_device_or_default(device), device != "cpu"
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
@@ -183,7 +185,7 @@ class LeastBudget:
 
     def _state_bytes(self) -> int | None:
         """Bytes of the optimizer's states that are on the device in every step; ``None``: not known."""
-        if self._memory.preference == "memory_saving":
+        if self._states_moved():
             return 0
         return None if self._optimizer is None else expected_state_bytes(self._optimizer)
 

@@ -70,7 +70,7 @@ from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, fits_outside_backward
 from .oom_guard import DeviceMemoryError, Failure
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
-from .planning import PlanningTask, agreed_task, best_plans
+from .planning import PlanningTask, agreed_task, best_plans, states_in_passing
 from .profile import Prediction
 from .record.recorder import batch_shape
 from .retry import Retry
@@ -416,6 +416,7 @@ class Planner:
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
         self._largest: BatchSize | None = None
+        self._micro_batches = 1
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = 0
@@ -592,6 +593,7 @@ class Planner:
         step = phase.step_ended()
         if step is None:
             return
+        self._micro_batches = phase.micro_batches
         own, step = step, _better_record(step, self._recorded)
         self._recorded = step
         if step is own:
@@ -624,6 +626,8 @@ class Planner:
             without,
             run.training.in_flight,
         )
+        if (faster := self._states_in_passing(task, step)) is not None:
+            return self._begin_search(faster, largest)
         try:
             return SearchPhase(run, task, max(run.training.memory.search_steps, 1))
         except BudgetError as error:
@@ -637,6 +641,40 @@ class Planner:
                 "%s: not for the largest batch so far, which would be guarded: %s", run.name, error
             )
             return self._begin_search(step, None)
+
+    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | None:
+        """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
+
+        Every rank must call it.
+
+        Args:
+            task: what is to be planned.
+            step: the recorded step, with the states on the device.
+
+        Returns:
+            The recorded step without the states; ``None``: they stay.
+        """
+        run = self._run
+        if run.training.memory.preference != "auto":
+            return None
+        ranks = from_all_ranks((run.make_states is not None, self._micro_batches))
+        if not all(may for may, _ in ranks):
+            return None
+        micro_batches = max(count for _, count in ranks)
+        found = states_in_passing(task, micro_batches)
+        if found is None:
+            return None
+        logger.info(
+            "%s: the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
+            "%.0f ms, and %.0f ms with them on the device",
+            run.name,
+            micro_batches,
+            found.ms,
+            found.kept_ms,
+        )
+        run.states_to_host(found.resident_bytes)
+        self._recorded = moved = step.without_states(found.resident_bytes)
+        return moved
 
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
         """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
@@ -754,7 +792,9 @@ class Planner:
         self._found = None
         if fits and self._made_for is not None:
             made_for = self._made_for(task.profile.batch_shape)
-            self._found = FilePlan(best.plan, made_for, _numbers(best, budget, self.outcome))
+            resident = None if run.states is None else run.states.resident_bytes
+            numbers = _numbers(best, budget, self.outcome) | {"states_resident_bytes": resident}
+            self._found = FilePlan(best.plan, made_for, numbers)
         if (plan_file := run.training.memory.plan_file) is not None and self._writes_file:
             self.write_plan(plan_file)
 

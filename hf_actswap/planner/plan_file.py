@@ -155,13 +155,17 @@ class MadeFor:
 
 
 class PlanNumbers(TypedDict, total=False):
-    """Measured or predicted numbers of a plan: those of the file that are read back."""
+    """Measured or predicted numbers of a plan: those of the file that are read back.
+
+    With ``states_resident_bytes`` the optimizer's states wait on the host (`OptimizerStates.resident_bytes`).
+    """
 
     budget_bytes: Bytes | None
     peak_bytes: Bytes
     step_ms: Ms
     without_plan_peak_bytes: Bytes
     without_plan_step_ms: Ms
+    states_resident_bytes: Bytes | None
 
 
 @dataclass(frozen=True)

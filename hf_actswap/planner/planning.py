@@ -15,7 +15,8 @@ from ..plan.actions import MemoryPlan
 from .budget import MARGIN_SHARE, BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
-from .search.find_plan import Found, candidates, least_peak_bytes
+from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
+from .search.states_place import WholeStep, whole_step, with_states_in_passing, with_states_on_host
 from .shape_buckets import BatchSize, RecordedStep
 
 Value = TypeVar("Value")
@@ -198,6 +199,49 @@ def found_by_rank_0(search: Callable[[], Value]) -> Value:
     if problem is not None:
         raise problem
     return value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class StatesInPassing:
+    """The optimizer's states are to wait on the host between its steps.
+
+    Args:
+        resident_bytes: how many bytes of them leave in the first forward and come back in the last backward.
+        ms, kept_ms: the predicted time of the optimizer's step so, and with the states on the device.
+    """
+
+    resident_bytes: int
+    ms: float
+    kept_ms: float
+
+
+def states_in_passing(task: PlanningTask, micro_batches: int) -> StatesInPassing | None:
+    """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
+
+    ``None``: they stay on the device, or nothing fits with them there. The same on every rank.
+
+    Args:
+        task: what is to be planned, with the states on the device.
+        micro_batches: how many micro-batches the gradients of a step are accumulated from.
+    """
+    profile, limits = task.profile, task.limits()
+
+    def on_host(swaps: bool) -> tuple[Found, WholeStep]:
+        bucket = limits.swap_bucket_bytes if swaps else 0
+        moved = replace(limits, frees_optimizer_states=True, swap_bucket_bytes=bucket)
+        found = find_plan(profile, task.fixed, moved.beside_states(profile), search_least=False)
+        return found, with_states_in_passing(profile, found.prediction, micro_batches, limits.device_bytes)
+
+    def choose() -> StatesInPassing | None:
+        try:
+            on_device = find_plan(profile, task.fixed, limits, search_least=False)
+        except BudgetError:
+            return None
+        kept = whole_step(profile, on_device.prediction, micro_batches)
+        best = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
+        return None if best is None else StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms)
+
+    return found_by_rank_0(choose)
 
 
 def best_plans(task: PlanningTask, count: int) -> Sequence[Found]:

@@ -176,6 +176,12 @@ class Limits:
     waiting: float = 0.0
     resident: float = 0.0
 
+    def beside_states(self, profile: Profile) -> Limits:
+        """Return the limits with the host memory that the optimizer's states leave, if they are there."""
+        if self.host_bytes is None or not self.frees_optimizer_states:
+            return self
+        return replace(self, host_bytes=max(self.host_bytes - profile.optimizer_state_bytes, 0))
+
     def with_others(self, one: Prediction) -> Prediction:
         """Return ``one`` with the memory of a pipeline's other micro-batches added to its peak."""
         others_bytes = int(self.waiting * one.kept_bytes + self.resident * one.swapped_bytes)

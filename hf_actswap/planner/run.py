@@ -86,6 +86,7 @@ class Run:
         put, put_tiles: functions that put a plan, and tiles, on the model.
         device_name: name of the device, for display.
         states: the optimizer's states, if they are kept on the host between its steps.
+        make_states: makes these; ``None``: the planner may not choose to keep them there.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
@@ -102,6 +103,7 @@ class Run:
     put_tiles: ApplyTiles
     device_name: str
     states: OptimizerStates | None = None
+    make_states: Callable[[], OptimizerStates] | None = None
     ladder: Iterator[MemoryPlan] | None = None
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     least_in_tiles: LeastInTiles = lambda _args, _kwargs: None
@@ -139,7 +141,7 @@ class Run:
         training, found = self.training, 0
         for weight in unwrapped(training.model).parameters():
             found += weight.nbytes * (2 if weight.requires_grad else 1)
-        if training.memory.preference != "memory_saving" and training.optimizer is not None:
+        if self.states is None and training.optimizer is not None:
             found += expected_state_bytes(inner_optimizer(training.optimizer)) or 0
         return found
 
@@ -157,6 +159,20 @@ class Run:
             return None
         least_bytes, plan = self.least_in_tiles(args, kwargs) or (needed_bytes, self.fixed)
         return impossible(memory, budget, max(least_bytes, needed_bytes), needed_bytes, plan.tiles)
+
+    @uninterrupted()
+    def states_to_host(self, resident_bytes: int) -> None:
+        """Keep the optimizer's states on the host between its steps, as ``preference: memory_saving`` does.
+
+        Args:
+            resident_bytes: `OptimizerStates.resident_bytes`.
+        """
+        if self.make_states is None:
+            raise RuntimeError("the optimizer's states stay on the device in this run")
+        self.states = self.make_states()
+        self.states.resident_bytes = resident_bytes
+        memory = replace(self.training.memory, preference="memory_saving")
+        self.training = replace(self.training, memory=memory)
 
     @uninterrupted()
     def tile(self, fixed: MemoryPlan) -> None:

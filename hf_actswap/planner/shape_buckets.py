@@ -117,6 +117,31 @@ class RecordedStep:
         """Size of the recorded batch; ``None``: its shape was not known."""
         return BatchSize.of(self.profile.batch_shape, bool(scores_of(self.profile)))
 
+    def without_states(self, resident_bytes: int) -> RecordedStep:
+        """Return the same step with the optimizer's states on the host.
+
+        Args:
+            resident_bytes: how many of them are on the device in the optimizer's step.
+        """
+        profile, states_bytes = self.profile, self.profile.optimizer_state_bytes
+        op_events = [
+            replace(
+                op_event,
+                forward_base_bytes=op_event.forward_base_bytes - states_bytes,
+                backward_base_bytes=op_event.backward_base_bytes - states_bytes
+                if op_event.backward_place >= 0
+                else op_event.backward_base_bytes,
+            )
+            for op_event in profile.op_events
+        ]
+        moved = replace(
+            profile,
+            op_events=tuple(op_events),
+            outside_base_bytes=profile.outside_base_bytes - states_bytes + resident_bytes,
+            optimizer_state_bytes=0,
+        )
+        return replace(self, profile=moved, baseline_bytes=max(self.baseline_bytes - states_bytes, 0))
+
     def at(self, size: BatchSize) -> Profile:
         """Return the profile of a batch of another size.
 

@@ -34,7 +34,7 @@ from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .run import ApplyPlan, ApplyTiles, PlannedTraining, Run
 from .states.optimizer_states import OptimizerStates
-from .states.streamed_step import inner_optimizer
+from .states.streamed_step import inner_optimizer, is_streamed, reject
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ def start_planner(
     idle = EvictableTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     name = device_name(device)
     tiles, known_tiles = (None, ()) if ladder is None else tee(ladder)
-    least = LeastBudget(training, lambda: run.fixed, name, put_tiles, known_tiles)
+    least = LeastBudget(
+        training, lambda: run.fixed, name, put_tiles, lambda: run.states is not None, known_tiles
+    )
     guard = OomGuard(meter, idle, least.in_words)
     run = Run(
         training,
@@ -105,11 +107,16 @@ def start_planner(
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
+    elif _may_move_states(training, transfer):
+        run.make_states = lambda: _states_on_host(training, transfer, pool)
 
     def made_for(shape: tuple[int, ...]) -> MadeFor:
         return _made_for(training, device, shape)
 
     known, ours = _known_plan(training, made_for(()))
+    resident_bytes = None if known is None else known.numbers.get("states_resident_bytes")
+    if resident_bytes is not None and run.make_states is not None:
+        run.states_to_host(resident_bytes)
     with uninterrupted():
         run.tile(
             fixed if known is None else replace(fixed, tiles=_merged_tiles(known.plan.tiles, fixed.tiles))
@@ -144,6 +151,19 @@ _NO_OPTIMIZER = Problem(
     "none",
     "Pass it: hf_actswap.apply(model, config, optimizer=optimizer).",
 )
+
+
+def _may_move_states(training: PlannedTraining, transfer: Transfer) -> bool:
+    """Return whether the planner may choose to keep the optimizer's states on the host."""
+    memory, optimizer = training.memory, training.optimizer
+    asked = memory.preference == "auto" and memory.mode == "adaptive"
+    if not asked or optimizer is None or not transfer.overlaps or training.part:
+        return False
+    try:
+        reject(inner_optimizer(optimizer), transfer)
+    except PlanError:
+        return False
+    return is_streamed(inner_optimizer(optimizer))
 
 
 def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPool) -> OptimizerStates:

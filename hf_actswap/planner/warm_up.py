@@ -70,6 +70,9 @@ class WarmUp:
     Args:
         run: the training.
         steps: how many steps, at least 1.
+
+    Attributes:
+        micro_batches: how many micro-batches the latest step had.
     """
 
     name = "warm-up"
@@ -80,6 +83,7 @@ class WarmUp:
     def __init__(self, run: Run, steps: int) -> None:
         self._run, self._steps_left = run, steps
         self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
+        self.micro_batches = 1
         self._recorder: StepRecorder | None = None
         self._held: EvictableForwards | None = None
         self._memory: Profile | None = None
@@ -105,6 +109,7 @@ class WarmUp:
     def step_ended(self) -> RecordedStep | None:
         """End a step; after the last, return what was recorded. Every rank must call it."""
         self._steps_left -= 1
+        self.micro_batches = max(self._forwards // self._run.training.chunks, 1)
         self._forwards_before, self._forwards = max(self._forwards - self._run.training.chunks, 0), 0
         recorder, profile = self._stopped(), None
         if recorder is not None and all(from_all_ranks(recorder.complete)):

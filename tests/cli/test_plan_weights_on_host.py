@@ -100,6 +100,7 @@ def test_what_it_cannot_be_combined_with(run: Run, tiny: Path, write: Callable[[
 
     assert "none: all parameters of the layers are trained" in problem(*STEP)
     assert "keep beside --quantize" in problem(*LORA, "--quantize", "4bit")
+    assert "keep beside --shard" in problem(*LORA, "--shard", "fsdp=2")
     assert "of host memory" in problem(*LORA, "--host-memory-gib", "0.00001")
 
 

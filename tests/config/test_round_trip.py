@@ -140,7 +140,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "mode": st.sampled_from(["off", "smart_swap", False]),
                 "reduce_by_gib": SIZES,
                 "margin_gib": SIZES | st.just(0) | st.none(),
-                "preference": st.sampled_from(["performance", "memory_saving"]),
+                "preference": st.sampled_from(["auto", "performance", "memory_saving"]),
                 "warmup_steps": st.integers(1, 9),
                 "search_steps": st.integers(0, 9),
                 "num_attn_layers_per_stage": st.integers(1, 9),

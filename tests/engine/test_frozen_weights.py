@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config
+from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config
 from hf_actswap.engine import (
     AppliedPlan,
     BlockingTransfer,
@@ -29,7 +34,8 @@ from hf_actswap.engine import (
 )
 from hf_actswap.engine.frozen_weights import LAYERS_AHEAD
 from hf_actswap.engine.layer_weights import LayerWeights
-from hf_actswap.plan import Tile
+from hf_actswap.plan import Tile, model_structure
+from hf_actswap.plan.model_structure import unwrapped
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
@@ -434,22 +440,151 @@ def test_a_copy_of_the_model_is_an_ordinary_model() -> None:
     applied.remove()
 
 
-def test_what_owns_the_weights_already_is_named() -> None:
-    with pytest.raises(PlanError, match="none: all parameters of the layers are trained"):
-        applied_to(tiny_llama())
-    compiled = lora_llama()
-    compiled.base_model.model.model.layers[1].compile(backend="eager")
-    with pytest.raises(PlanError, match=r"memory\.weights: .*torch\.compile"):
-        applied_to(compiled)
-    with torch.device("meta"):
-        empty = lora(tiny_llama())
-    with pytest.raises(PlanError, match="weights on meta"):
-        applied_to(empty)
+def _compiled() -> nn.Module:
     model = lora_llama()
-    applied = applied_to(model)
-    with pytest.raises(PlanError, match="on the host already"):
-        FrozenWeights(model, applied.structure)
-    applied.remove()
+    model.base_model.model.model.layers[1].compile(backend="eager")
+    return model
+
+
+def _in_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(lora_llama(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _in_fsdp2() -> nn.Module:
+    model = lora_llama()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def _with_tensor_parallel_weight() -> nn.Module:
+    model = lora_llama()
+    layer = model.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,))), False)
+    return model
+
+
+def _under_zero_3() -> nn.Module:
+    """DeepSpeed gives each parameter a number, and takes its data away."""
+    model = lora_llama()
+    for number, weight in enumerate(model.parameters()):
+        weight.ds_id = number  # type: ignore[attr-defined]
+    return model
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes': a parameter of a class of its own."""
+
+
+def _quantised() -> nn.Module:
+    model = lora_llama()
+    for layer in model.base_model.model.model.layers:
+        linear = layer.mlp.up_proj.base_layer
+        linear.weight = Params4bit(torch.zeros(64, 1, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
+def _dispatched() -> nn.Module:
+    return dispatch_model(lora_llama(), {"": "cpu"}, force_hooks=True)
+
+
+def _with_target_parameters() -> nn.Module:
+    return lora_llama(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return lora(tiny_llama())
+
+
+def _with_weights_on_the_host() -> nn.Module:
+    model = lora_llama()
+    weights_of(applied_to(model))
+    return model
+
+
+NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "nothing frozen": (tiny_llama, "none: all parameters of the layers are trained", "freeze it"),
+    "compiled": (_compiled, "torch.compile", "Compile no"),
+    "FSDP": (_in_fsdp, "FSDP", "do not shard"),
+    "FSDP2": (_in_fsdp2, "FSDP2 (fully_shard)", "do not shard"),
+    "tensor parallelism": (_with_tensor_parallel_weight, "weights of class DTensor (weight)", "undivided"),
+    "ZeRO-3": (_under_zero_3, "ZeRO-3", "do not shard"),
+    "quantised": (_quantised, "weights of class Params4bit (weight)", "unquantised"),
+    "device_map": (_dispatched, "hooks of accelerate (device_map)", "Load without device_map"),
+    "target_parameters": (_with_target_parameters, "LoraConfig(target_parameters=...)", "name modules"),
+    "meta": (_on_meta, "weights on meta (weight)", "Load the weights to the CPU"),
+    "twice": (_with_weights_on_the_host, "weights that are on the host already", "Call remove()"),
+}
+"""What has the weights -> a model, what the error says of it, and what to do."""
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_what_owns_the_weights_is_named_before_any_step(case: str, world_of_one: None) -> None:
+    make, found, hint = NOT_SERVED[case]
+    model = make()
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters() if not weight.is_meta}
+    with pytest.raises(PlanError) as raised:
+        FrozenWeights(unwrapped(model), model_structure(model))
+    problem = next(one for one in raised.value.problems if one.found == found or found in one.found)
+    assert problem.where == "memory.weights"
+    assert problem.expected
+    assert hint in problem.hint
+    assert before == {name: one.data_ptr() for name, one in model.named_parameters() if not one.is_meta}
+    if case != "twice":
+        with pytest.raises(PlanError):
+            applied_to(model)
+
+
+def test_casts_that_autograd_keeps_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def said(dtype: torch.dtype, training: bool = True) -> list[str]:
+        caplog.clear()
+        model = lora(tiny_llama(dtype))
+        with applied_to(model), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+            for step in range(2):
+                forward(model, step)
+        return [one.getMessage() for one in caplog.records if "autocast" in one.getMessage()]
+
+    (text,) = said(torch.float32)
+    assert "layers.0.self_attn.q_proj.base_layer.weight and 6 more weights of each layer are in" in text
+    assert "torch.float32, and autocast computes in torch.bfloat16" in text
+    assert said(torch.bfloat16) == []
+    assert said(torch.float32, training=False) == []
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts to bfloat16 of tensors of some shapes that are alive."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.made = self.alive = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
+        if cast and result.shape in self._shapes:
+            self.made, self.alive = self.made + 1, self.alive + 1
+            weakref.finalize(result.untyped_storage(), self._gone)
+        return result
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_autocast_keeps_casts_of_frozen_weights_only_where_autograd_does(recomputed: bool) -> None:
+    """Its cache would hold them until the block ends, but is for weights that need gradients."""
+    model = lora_llama()
+    weights = {name: one for name, one in model.named_parameters() if "base_layer" in name}
+    rows = recompute_rows([""], range(4)) if recomputed else ()
+    with applied_to(model, plan_of(*rows)), torch.autocast("cpu", torch.bfloat16):
+        with Casts({one.shape for one in weights.values()}) as casts:
+            loss = forward(model)
+        assert casts.made >= len(weights)
+        # The first layer's input needs no gradient, for which queries, keys and values would be saved.
+        assert casts.alive == (0 if recomputed else len(weights) - 3)
+        loss.backward()
 
 
 def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
@@ -464,14 +599,20 @@ def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
 BESIDE_HOST = {
     "the planner": "memory: {mode: adaptive, weights: host}",
     "tensor parallelism": "memory: {weights: host}\nparallel_config: {tensor_parallel_size: 2}",
+    "a pipeline": "memory: {weights: host}\nparallel_config: {pipeline_stage: 2, schedule: 1f1b}",
     "a streamed sequence": "memory: {weights: host}\nstream_config: {tokens: 16}",
 }
 
 
 @pytest.mark.parametrize("name", BESIDE_HOST)
 def test_what_does_not_work_beside_it_is_rejected_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"memory.weights: expected keep beside {name}.*found host"):
+    with pytest.raises(ConfigError) as raised:
         load_config(BESIDE_HOST[name])
+    (problem,) = raised.value.problems
+    assert problem.where == "memory.weights"
+    assert problem.expected.startswith(f"keep beside {name}")
+    assert problem.found == "host"
+    assert "Leave one out" in problem.hint
 
 
 @pytest.mark.parametrize(("copy_ms", "hidden"), [(25.0, True), (60.0, False)])

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, set_seed
 
-from hf_actswap import ActSwapTrainingArguments
+from hf_actswap import ActSwapTrainingArguments, PlanError
 from hf_actswap.engine.frozen_weights import weights_of
 from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
 
@@ -82,3 +82,24 @@ def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         trainer = trainer_of(tmp_path, HOST)
         trainer.train()
     assert "frozen weights of the layers: on the host, copied in layer by layer" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_a_trainer_that_shards_the_model_is_rejected(tmp_path: Path, name: str) -> None:
+    class Sharding(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            setattr(self, f"is_{name}_enabled", True)
+
+    args = ActSwapTrainingArguments(output_dir=str(tmp_path), actswap=HOST, **SHORT_ON_CPU)
+    model = lora()
+    with pytest.raises(PlanError) as raised:
+        Sharding(model=model, args=args, train_dataset=Tokens())
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.expected, problem.found) == (
+        "memory.weights",
+        f"keep beside {name}",
+        "host",
+    )
+    assert "leave weights: host out" in problem.hint
+    assert weights_of(model) is None

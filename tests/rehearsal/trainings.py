@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -32,7 +33,9 @@ from hf_actswap.engine.passes import Pass, PassOrder
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
 from hf_actswap.plan import PlanRow, Windows, model_structure
-from hf_actswap.planner import OptimizerStates
+from hf_actswap.planner import OptimizerStates, phases
+from hf_actswap.planner.planning import StatesInPassing
+from hf_actswap.planner.run import Run
 from hf_actswap.stream.host_sequence import HostSequence
 from tests.engine.gpu_stress import PLANS, Stress, small_llama
 from tests.engine.tiny_models import (
@@ -229,7 +232,8 @@ def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]
     peak_bytes = torch.cuda.max_memory_allocated()
     if planner is not None:
         assert planner.phase == "stable"
-        assert planner.stats().offloads > 0
+        moved = planner.optimizer_states
+        assert planner.stats().offloads > 0 or (moved is not None and moved.stats().offloads > 0)
         planner.remove()
     return [*losses, *(item.detach().clone() for item in model.parameters())], peak_bytes
 
@@ -237,6 +241,18 @@ def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]
 @cache
 def _unplanned() -> tuple[list[torch.Tensor], int]:
     return _planned(None)
+
+
+def planned_with_states_in_passing() -> int:
+    """The planner is told that a step is faster with the optimizer's states on the host."""
+    half = StatesInPassing(_unplanned()[1] // 20, 1.0, 2.0)
+    with (
+        patch.object(phases, "states_in_passing", return_value=half) as asked,
+        patch.object(Run, "states_to_host", autospec=True, side_effect=Run.states_to_host) as moved,
+    ):
+        found = planned("adaptive", "auto")
+    assert asked.call_count == moved.call_count == 1
+    return found
 
 
 def planned(mode: str, preference: str = "performance") -> int:
@@ -518,6 +534,7 @@ TRAININGS: dict[str, Callable[[], int]] = {
     "smart_swap": partial(planned, "smart_swap"),
     "adaptive": partial(planned, "adaptive"),
     "planned with states": partial(planned, "smart_swap", "memory_saving"),
+    "planned with states in passing": planned_with_states_in_passing,
     "host block used again": host_block_is_used_again,
     "host memory cut up": host_memory_is_cut_up,
     "reader on another stream": reader_on_another_stream,

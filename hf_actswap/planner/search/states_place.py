@@ -1,0 +1,139 @@
+"""Chooses where the optimizer's states wait between its steps: on the device, or on the host.
+
+On the device they take memory in every micro-batch, and recomputation and swap make up for it in each. On the
+host they are copied out and back once for a whole step of the optimizer, however many micro-batches its
+gradients are accumulated from. So what is compared is the time of the whole step, each with the best plan
+within the same budget.
+
+Most of these copies are hidden. While the first forward fills the device with activations, states leave it as
+fast as these come; while the last backward frees them, states come back (`states.optimizer_states`). How many
+(`OptimizerStates.resident_bytes`) follows from the predicted memory over time. The rest passes through the
+device in the optimizer's step, which waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..budget import BudgetError
+from ..cost.simulate import outside
+from ..profile import Prediction, Profile
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step of the optimizer: all its micro-batches under one plan.
+
+    Args:
+        micro_batch: the predicted step of one micro-batch, with its memory over time.
+        ms: the time of all of them and of the optimizer.
+        resident_bytes: how many bytes of the optimizer's states leave in the first forward, and come back in
+            the last backward; ``None``: as `OptimizerStates` does by default, or all stay.
+    """
+
+    micro_batch: Prediction
+    ms: float
+    resident_bytes: int | None = None
+
+
+def whole_step(
+    profile: Profile, micro_batch: Prediction, micro_batches: int, states_moved: bool = False
+) -> WholeStep:
+    """Return the step of several micro-batches, given the predicted step of one.
+
+    Args:
+        profile: profile of the step of one micro-batch.
+        micro_batch: the prediction of that step under a plan.
+        micro_batches: how many of them a step has.
+        states_moved: whether the optimizer's states are on the host meanwhile. They then come and go in the
+            optimizer's step, as in the prediction.
+    """
+    once_ms, _ = outside(profile, profile.link, states_moved)
+    return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
+
+
+def with_states_in_passing(
+    profile: Profile, micro_batch: Prediction, micro_batches: int, limit_bytes: int
+) -> WholeStep:
+    """Return the step with as many states as fit coming and going in the last backward and the first forward.
+
+    Args:
+        profile, micro_batch, micro_batches: as in `whole_step`; the prediction is with the states moved.
+        limit_bytes: the most device memory in use.
+    """
+    link, states = profile.link, profile.optimizer_state_bytes
+    step = whole_step(profile, micro_batch, micro_batches, True)
+    if link is None:
+        return step
+    once_ms, _ = outside(profile, link, True)
+    resident = _resident_bytes(profile, micro_batch, limit_bytes)
+    moved_bytes = resident + micro_batch.swapped_bytes
+    forward_ms = micro_batch.forward_end_ms
+    backward_ms = micro_batch.step_ms - once_ms - forward_ms
+    both_ways = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
+    step_ms = max(profile.outside_ms, (states - resident) / both_ways)
+    leave_ms = max(moved_bytes / link.out_bytes_per_ms - forward_ms, 0.0)
+    return_ms = max(moved_bytes / link.in_bytes_per_ms - backward_ms, 0.0)
+    return WholeStep(micro_batch, step.ms - once_ms + step_ms + leave_ms + return_ms, resident)
+
+
+def _resident_bytes(profile: Profile, step: Prediction, limit_bytes: int) -> int:
+    """Return the most bytes of states that may leave during a forward, and come back during a backward."""
+    states = profile.optimizer_state_bytes
+    resident = min(states, limit_bytes - (profile.outside_base_bytes - states))
+    for share, used_bytes in _shares(step):
+        if share > 0:
+            resident = min(resident, int((limit_bytes - used_bytes) / share))
+    return max(resident, 0)
+
+
+def _shares(step: Prediction) -> Iterator[tuple[float, int]]:
+    """Yield, over time, which share of the resident states is on the device, and the bytes in use beside."""
+    ends_ms = max((point.ms for point in step.memory), default=0.0)
+    for point in step.memory:
+        if point.ms < step.forward_end_ms:
+            yield 1 - point.ms / step.forward_end_ms, point.total_bytes
+        else:
+            backward_ms = max(ends_ms - step.forward_end_ms, 1e-9)
+            yield (point.ms - step.forward_end_ms) / backward_ms, point.total_bytes
+
+
+Found = tuple[Result, WholeStep]
+"""What a search has found, and the optimizer's step under it."""
+
+
+def with_states_on_host(
+    profile: Profile,
+    micro_batches: int,
+    host_bytes: int | None,
+    kept: WholeStep,
+    search: Callable[[bool], Found[Result]],
+) -> Found[Result] | None:
+    """Return the best plan with the optimizer's states on the host, if its step is faster than ``kept``.
+
+    Nothing is looked for where no plan could be faster, the time of copies is not known, or the states need
+    more host memory than there is.
+
+    Args:
+        profile: profile of the step of one micro-batch.
+        micro_batches: how many of them a step of the optimizer has.
+        host_bytes: the most host memory; ``None``: no limit.
+        kept: the optimizer's step under the best plan with the states on the device.
+        search: searches the best plan with the states on the host, with swap or without: in the first forward
+            and the last backward swapped tensors and states share the link. It may raise `BudgetError`.
+    """
+    states = profile.optimizer_state_bytes
+    can_move = profile.link is not None and states > 0 and (host_bytes is None or states <= host_bytes)
+    best: Found[Result] | None = None
+    if can_move and micro_batches * profile.compute_ms + profile.outside_ms < kept.ms:
+        for swaps in (True, False):
+            with suppress(BudgetError):
+                found = search(swaps)
+                if found[1].ms < (kept if best is None else best[1]).ms:
+                    best = found
+    return best

@@ -8,7 +8,7 @@
 A row that is in the results is not measured again without ``--again``, whatever its commit. A row that had no
 time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
 process is recorded with its traceback, and the next one begins (`runner` says how). Results go into the
-folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files. ``HF_ACTSWAP_COMMIT`` is
+folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): four files. ``HF_ACTSWAP_COMMIT`` is
 the commit if there is no .git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
 installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
 
@@ -390,7 +390,7 @@ class Day:
         if machine.is_cpu:  # on a shared machine several threads wait for each other
             self.environment["OMP_NUM_THREADS"] = "1"
         self.worker = Worker(command, self.stderr, self.environment)
-        self.place = Place(self.folder, self.stderr, self.environment, options.processes, self.say)
+        self.place = Place(self.stderr, self.environment, options.processes, self.say)
         self.session = Session(
             Records(self.folder / file, RESULTS / file),
             self.worker,

@@ -22,14 +22,14 @@ import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from benchmarks.exactness import Fingerprint, deterministic, differing, fingerprints, useless
-from benchmarks.meters import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
+from benchmarks.meters import CopyMeter, give_back_cached_memory, pinned_bytes
 from benchmarks.methods import Planned
 from benchmarks.records import Result
 from benchmarks.rows import EAGER, REPEATED, ROWS, Row
 from benchmarks.workloads import TrainingStep, Workload, timed_step_ms, training_step
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
-from hf_actswap.planner import BudgetError
+from hf_actswap.planner import BudgetError, CountingMeter
 
 logger = logging.getLogger(__name__)
 
@@ -300,15 +300,16 @@ def _fill_host_bytes(
 def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
     """Fill in bytes on the CPU from a step under a dispatch mode; not for compiled rows, as it stops them.
 
-    The mode would switch compilation off.
+    The mode would switch compilation off. It does not see scratch memory inside a kernel, nor host copies
+    that the engine allocated in earlier steps.
     """
     if step.device.type != "cpu" or result.compiled or result.baseline_bytes is None:
         return
     step.zero_gradients()
     gc.collect()
-    with StorageMeter() as meter, step.context():
+    with CountingMeter() as meter, step.context():
         output = step.forward()
-        result.held_bytes = meter.held_bytes()
+        result.held_bytes = meter.allocated_bytes()
         step.backward(output)
         del output
     result.activation_bytes = meter.peak_bytes()

@@ -28,12 +28,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_actswap
 from benchmarks.meters import give_back_cached_memory
-from benchmarks.records import Result, available_host_bytes
+from benchmarks.records import Result
 from benchmarks.workloads import TrainingStep, layer_saved_bytes, layer_weight_bytes, timed_step_ms
 from hf_actswap import AppliedPlan
 from hf_actswap.apply import plan_while_training
 from hf_actswap.config import load_config
 from hf_actswap.engine import SwapStats
+from hf_actswap.engine.host_memory import available_bytes
 from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
 from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
 from hf_actswap.planner.plan_file import best_trial
@@ -413,8 +414,8 @@ def no_room_on_host(step: TrainingStep) -> str:
     # A storage that is saved twice is copied twice, and transposed weights are copied too.
     of_a_layer = 1.4 * layer_saved_bytes(workload) + layer_weight_bytes(workload)
     needed = workload.layers * of_a_layer * _PINNED_OVER_SAVED
-    available = available_host_bytes()
-    if needed <= _SHARE_OF_HOST_MEMORY * available:
+    available = available_bytes()
+    if available is None or needed <= _SHARE_OF_HOST_MEMORY * available:
         return ""
     return f"about {needed / 2**30:.0f} GiB of pinned memory, of {available / 2**30:.0f} GiB that are free"
 

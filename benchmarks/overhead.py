@@ -45,11 +45,12 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
 import torch
+from rich.table import Table
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
+from benchmarks.records import REPOSITORY, RESULTS, commit, console_of, hardware, versions, write_json
 from hf_actswap.engine import AppliedPlan, Resources, Transfer, install
 from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
@@ -146,51 +147,42 @@ class Chain(nn.Module):
         return hidden.sum()
 
 
-class TinyLlama(nn.Module):
-    """A Llama of hidden size 32 on 16 tokens, and its loss."""
+class Llama(nn.Module):
+    """A Llama and its loss.
 
-    def __init__(self) -> None:
+    Args:
+        ids: token ids, shape (sequences, tokens).
+        device: its device; on another than the CPU weights have no values.
+        dtype: type of the weights.
+        sizes: arguments of ``LlamaConfig``.
+    """
+
+    def __init__(self, ids: torch.Tensor, device: str, dtype: torch.dtype, **sizes: int) -> None:
         super().__init__()
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-        self.model = LlamaForCausalLM(config)
-        self.register_buffer("ids", torch.arange(32).view(2, 16))
+        config = LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **sizes)
+        with torch.device("cpu" if device == "cpu" else "meta"):
+            model = LlamaForCausalLM(config).to(dtype)
+        self.model = model if device == "cpu" else model.to_empty(device=device)
+        self.register_buffer("ids", ids)
 
     def forward(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
         return loss
 
 
-class SevenBillion(nn.Module):
-    """Four layers of Llama-2-7B with embedding, head and loss, on 8,192 tokens; weights have no values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=4096, intermediate_size=11008, num_hidden_layers=LAYERS, use_cache=False
-        )
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        self.model = model.to_empty(device="cuda")
-        self.register_buffer("ids", torch.zeros(1, 8192, dtype=torch.long))
-
-    def forward(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
-        return loss
-
-
+_TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_7B = {"hidden_size": 4096, "intermediate_size": 11008}
 WORKLOADS: dict[str, Callable[[], nn.Module]] = {
     "chain": Chain,
     "long chain": partial(Chain, 3 * OPS_PER_MODULE),
-    "llama": TinyLlama,
-    "7b": SevenBillion,
+    "llama": partial(Llama, torch.arange(32).view(2, 16), "cpu", torch.float32, **_TINY),
+    "7b": partial(Llama, torch.zeros(1, 8192, dtype=torch.long), "cuda", torch.bfloat16, **_7B),
 }
 
 
@@ -234,18 +226,19 @@ def saved_tensors(model: nn.Module) -> int:
 WARMUP_ROUNDS = 5
 
 
-_COLUMNS = (
-    ("us", 8),
-    ("pack", 8),
-    ("unpack", 8),
-    ("lowest", 8),
-    ("ratio", 7),
-    ("at 0.9", 8),
-    ("further", 9),
-    ("bound", 7),
-    ("no_grad", 9),
-    ("step", 8),
-)
+_COLUMNS = {
+    "us": "us",
+    "pack": "pack_us",
+    "unpack": "unpack_us",
+    "lowest": "us_lowest",
+    "ratio": "ratio_to_identity",
+    "at 0.9": "us_at_reference",
+    "further": "further_us",
+    "bound": "bound_us",
+    "no_grad": "no_grad_us",
+    "step": "step_ratio",
+}
+"""Headings of the table, and the fields of `Row` in it."""
 
 
 @dataclass
@@ -445,34 +438,18 @@ def _median_difference_us(times_s: list[float], bare_s: list[float], count: int)
     return statistics.median(a - b for a, b in zip(times_s, bare_s, strict=True)) / count * 1e6
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text."""
-    head = f"{'case':38}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
-    lines = []
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the rows, a table for each workload."""
     for workload in dict.fromkeys(row.workload for row in rows):
         of_workload = [row for row in rows if row.workload == workload]
-        lines += [f"{workload}: {of_workload[0].saved_tensors} saved tensors, us for each", head]
-        lines += [_line(row) for row in of_workload]
-    return "\n".join(lines)
-
-
-def _line(row: Row) -> str:
-    values = (
-        row.us,
-        row.pack_us,
-        row.unpack_us,
-        row.us_lowest,
-        row.ratio_to_identity,
-        row.us_at_reference,
-        row.further_us,
-        row.bound_us,
-        row.no_grad_us,
-        row.step_ratio,
-    )
-    cells = zip(values, _COLUMNS, strict=True)
-    return f"{row.case:38}" + "".join(
-        f"{'' if value is None else format(value, '.2f'):>{width}}" for value, (_, width) in cells
-    )
+        title = f"{workload}: {of_workload[0].saved_tensors} saved tensors, us for each"
+        table = Table("case", title=title, title_justify="left")
+        for heading in _COLUMNS:
+            table.add_column(heading, justify="right")
+        for row in of_workload:
+            values = [getattr(row, name) for name in _COLUMNS.values()]
+            table.add_row(row.case, *("" if value is None else f"{value:.2f}" for value in values))
+        console_of(None).print(table)
 
 
 def _asked(name: str, parts: Sequence[str] | None) -> bool:
@@ -512,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = {"versions": versions(), "hardware": hardware(device), "load": os.getloadavg()[0]}
     for row in rows:
         row.device, row.commit, row.environment = device.type, commit(REPOSITORY)["id"], origin
-    sys.stdout.write(table(rows) + "\n")
+    print_table(rows)
     path = options.out or RESULTS / f"overhead_{device.type}_{datetime.now():%Y%m%d}.json"
     write_json(path, [asdict(row) for row in rows])
     return 0

@@ -43,6 +43,7 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 # isort: split
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -53,7 +54,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, versions, write_json
+from benchmarks.records import REPOSITORY, RESULTS, commit, console_of, hardware, versions, write_json
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
@@ -450,6 +451,15 @@ def run_on_rank(
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 """The largest relative difference of loss and gradient norm, by dtype."""
 MIB = 2**20
+_SIZES = {
+    "saved": "saved_bytes",
+    "peak": "peak_bytes",
+    "logits": "peak_logits_bytes",
+    "grads": "gradient_bytes",
+    "sent": "sent_bytes",
+    "again": "regathered_bytes",
+}
+"""Headings of the table, and the bytes of `Row` in it."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -493,34 +503,23 @@ def failures(rows: Rows) -> list[str]:
     return found
 
 
-def table(rows: Rows) -> str:
-    """Return rank 0's rows as text."""
-    lines = [
-        f"{'MiB per rank and step':38}{'saved':>8}{'peak':>8}{'logits':>8}{'grads':>8}{'calls':>7}{'sent':>8}"
-        f"{'again':>8}{'ms':>8}{'ratio':>7}"
-    ]
-    for row in (row for row in rows if row["rank"] == 0):
-        sizes = [row[f"{key}_bytes"] / MIB for key in ("saved", "peak", "peak_logits", "gradient")]
-        sent = [row[f"{key}_bytes"] / MIB for key in ("sent", "regathered")]
-        lines.append(
-            f"{row['dtype'] + ' ' + row['case']:38}"
-            + "".join(f"{size:>8.1f}" for size in sizes)
-            + f"{sum(row['calls'].values()):>7}"
-            + "".join(f"{size:>8.2f}" for size in sent)
-            + f"{row['ms']:>8.0f}{row['ms_ratio']:>7.2f}"
-        )
-    return "\n".join(lines)
-
-
-def kinds_table(rows: Rows) -> str:
-    """Return rank 0's collectives by phase and kind: calls, and MiB on the larger side."""
-    lines = []
-    for row in (row for row in rows if row["rank"] == 0):
+def print_tables(rows: Rows) -> None:
+    """Print rank 0's rows, and its collectives by phase and kind: calls, and MiB on the larger side."""
+    mine = [row for row in rows if row["rank"] == 0]
+    table = Table("MiB per rank and step")
+    for heading in (*_SIZES, "calls", "ms", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in mine:
+        sizes = [f"{row[name] / MIB:.2f}" for name in _SIZES.values()]
+        numbers = f"{sum(row['calls'].values())}", f"{row['ms']:.0f}", f"{row['ms_ratio']:.2f}"
+        table.add_row(f"{row['dtype']} {row['case']}", *sizes, *numbers)
+    console = console_of(None)
+    console.print(table)
+    for row in mine:
         parts = [
             f"{key} {calls} ({row['whole_bytes'][key] / MIB:.2f})" for key, calls in row["calls"].items()
         ]
-        lines.append(f"{row['dtype']} {row['case']}: {'; '.join(parts)}")
-    return "\n".join(lines)
+        console.print(f"{row['dtype']} {row['case']}: {'; '.join(parts)}", highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -549,7 +548,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = options.out or RESULTS / f"parallel_peer_cpu_{datetime.now():%Y%m%d}.json"
     write_json(path, document)
-    sys.stdout.write(f"{table(rows)}\n\n{kinds_table(rows)}\n")
+    print_tables(rows)
     sys.stdout.write("".join(f"failed: {text}\n" for text in wrong) or "both claims hold\n")
     return 1 if wrong else 0
 

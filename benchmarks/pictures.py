@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.records import by_workload
+from benchmarks.verdict import lower_left
 
 Row = Mapping[str, Any]
 
@@ -75,7 +76,7 @@ def _draw_panel(axes: Axes, panel: Sequence[Row]) -> None:
         *((_PLANNER_COLOUR, False), (_PLANNER_COLOUR, True)),
     ):
         group = [row for row in points if _colour(row) == colour and compiled in (None, row["compiled"])]
-        best = [(row["activation_bytes"] / size, row["ms"]) for row in _frontier(group)]
+        best = lower_left([(row["activation_bytes"] / size, row["ms"]) for row in group])
         axes.plot(*zip(*best, strict=True), color=colour, alpha=0.4) if best else None
     if points:
         axes.set_xlim(0, 1.05 * largest / size or 1)
@@ -100,15 +101,6 @@ def _title(row: Row) -> str:
         f"({row['device']}, torch {row['torch']}, commit {(row['commit'] or 'unknown')[:10]})\n"
         "filled: hf_actswap, blue: its planner; hollow: others; square: compiled layers; lines: best of each"
     )
-
-
-def _frontier(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that no other beats in both time and memory, from the least memory to the most."""
-    best: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row["activation_bytes"], row["ms"])):
-        if not best or row["ms"] < best[-1]["ms"]:
-            best.append(row)
-    return best
 
 
 def _scale_times(axes: Axes, times: Sequence[float]) -> None:

@@ -371,16 +371,6 @@ def _has_expandable_segments(device: torch.device) -> bool | None:
     return any(segment.get("is_expandable", False) for segment in segments)
 
 
-def available_host_bytes() -> int:
-    """Return the bytes of host memory that can be allocated without swapping to disk."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def device_named(name: str | None = None) -> torch.device:
     """Return a device with an index, which streams and memory statistics need.
 

@@ -39,7 +39,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
-from xml.etree import ElementTree
 
 import torch
 
@@ -56,7 +55,6 @@ from benchmarks.records import (
     fill_ratios,
     key_of,
     origin,
-    write_text,
 )
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, training_answer
@@ -648,14 +646,12 @@ class Place:
     """Where and how suites run.
 
     Args:
-        folder: folder of the results, for files of tests and for the report of all tests.
         stderr: file to which the output of processes is appended.
         environment: environment variables of the processes, added to those of this one.
         processes: the most processes that run tests at once.
         say: called with a line for each test.
     """
 
-    folder: Path
     stderr: Path
     environment: Mapping[str, str]
     processes: int
@@ -696,13 +692,10 @@ class SuiteRun:
 
     def run(self) -> list[Record]:
         """Run pytest until every test that is not settled is recorded, or the time is over."""
-        try:
-            while self._deadline_s > self._session.clock():
-                before = len(self._done) + sum(self._attempts.values())
-                if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
-                    break
-        finally:
-            self._write_junit()
+        while self._deadline_s > self._session.clock():
+            before = len(self._done) + sum(self._attempts.values())
+            if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
+                break
         return self._done
 
     def _one_pass(self) -> bool:
@@ -821,32 +814,3 @@ class SuiteRun:
         self._session.record(record)
         self._done.append(record)
         self._place.say(f"{self._suite.name} {test}: {in_words(record)}")
-
-    def _write_junit(self) -> None:
-        """Write a JUnit report of all recorded tests, of this call and of earlier ones."""
-        suite = ElementTree.Element("testsuite", name="gpu_day")
-        lines = [line for line in self._session.records if line["kind"] == "test"]
-        for line in lines:
-            file, _, name = line["method"].partition("::")
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=file, name=name, time=f"{line['wall_s'] or 0:.3f}"
-            )
-            properties = ElementTree.SubElement(case, "properties")
-            for key, value in line["properties"].items():
-                ElementTree.SubElement(properties, "property", name=key, value=_printable(str(value)))
-            if line["status"] in ("failed", "timed out"):
-                ElementTree.SubElement(case, "failure", message=_printable(line["reason"])).text = _printable(
-                    line["traceback"]
-                )
-            elif line["status"] == "skipped":
-                ElementTree.SubElement(case, "skipped", message=_printable(line["reason"]))
-        for name, statuses in (("failures", ("failed", "timed out")), ("skipped", ("skipped",))):
-            suite.set(name, str(sum(line["status"] in statuses for line in lines)))
-        suite.set("tests", str(len(lines)))
-        text = ElementTree.tostring(suite, encoding="unicode")
-        write_text(self._place.folder / "gpu_day_tests.xml", text)
-
-
-def _printable(text: str) -> str:
-    """Return a text without characters that XML cannot hold."""
-    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

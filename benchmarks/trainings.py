@@ -7,10 +7,8 @@ and the losses must equal plain's bit for bit; at 0.3, where no plan fits, the e
 would do.
 
 *Optimizer states*: each case has a model of its own, and all see the same data. *plain* has the states on the
-device; *synchronous* moves them to page-locked memory after each step and back before the next, one copy
-after another while nothing else runs; the others are `OptimizerStates` with different shares of the states on
-the device at once. Plain is measured first and last. No step can be shorter than the copies of its states,
-both directions at once.
+device and is measured first and last; between them `OptimizerStates` has a tenth of them there at once. No
+step can be shorter than the copies of its states, both directions at once.
 
 Both use deterministic kernels, so that the bits of different cases can be compared.
 """
@@ -112,7 +110,7 @@ class Case:
     effort: float = 1.0
 
 
-PLAIN, SYNCHRONOUS = "plain", "synchronous"
+PLAIN = "plain"
 OUT_OF_MEMORY_CASES = (
     Case(OUT_OF_MEMORY, PLAIN),
     Case(OUT_OF_MEMORY, "without the planner at 0.6", share=0.6, effort=0.5),
@@ -122,9 +120,6 @@ OUT_OF_MEMORY_CASES = (
 STATES_CASES = (
     Case(OPTIMIZER_STATES, PLAIN),
     Case(OPTIMIZER_STATES, "ours, a tenth resident", resident=0.1),
-    Case(OPTIMIZER_STATES, SYNCHRONOUS),
-    Case(OPTIMIZER_STATES, "ours, a third resident", resident=1 / 3),
-    Case(OPTIMIZER_STATES, "ours, all resident", resident=1.0),
     Case(OPTIMIZER_STATES, "plain, again"),
 )
 STATES_WARMUP_STEPS = 3
@@ -375,32 +370,6 @@ def _peak_bytes(device: torch.device, counted: _Counted | None) -> int:
     return int(torch.accelerator.max_memory_reserved(device))
 
 
-class SynchronousStates:
-    """Moves optimizer states to page-locked memory after a step, and back before the next, synchronously.
-
-    Args:
-        optimizer: the optimizer; its states are moved tensor by tensor.
-        device: device of the states during the optimizer's step.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type != "cpu"
-        self._host: dict[torch.Tensor, torch.Tensor] = {}
-        optimizer.register_step_pre_hook(self._back)
-        optimizer.register_step_post_hook(self._away)
-
-    def _away(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for state in moving(optimizer):
-            if state not in self._host:
-                self._host[state] = torch.empty_like(state, device="cpu", pin_memory=self._pinned)
-            self._host[state].copy_(state)
-            state.data = self._host[state]
-
-    def _back(self, *_: object) -> None:
-        for state in self._host:
-            state.data = state.data.to(self._device, copy=True)
-
-
 def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's states with more than one element."""
     return [
@@ -432,9 +401,7 @@ class Subject:
         self.optimizer_ms: list[float] = []
         self.forward_peaks: list[int] = []
         self.step_peaks: list[int] = []
-        if case.method == SYNCHRONOUS:
-            SynchronousStates(self.optimizer, device)
-        elif case.resident is not None:
+        if case.resident is not None:
             self._keep_on_host(case.resident)
 
     def _keep_on_host(self, share: float) -> None:
@@ -478,13 +445,10 @@ class Subject:
                 self.step_peaks.append(self._peak() or 0)
 
     def _note_freed(self) -> None:
-        states = moving(self.optimizer) if self.states is None else []
-        total = sum(item.nbytes for item in states)
-        if self.states is not None:
-            if self.states.state_bytes:
-                self.freed.append(1 - self.states.device_bytes / self.states.state_bytes)
-        elif total:
-            self.freed.append(1.0 if self.case.method == SYNCHRONOUS else 0.0)
+        if self.states is None:
+            self.freed.append(0.0)
+        elif self.states.state_bytes:
+            self.freed.append(1 - self.states.device_bytes / self.states.state_bytes)
 
     def _now(self) -> float:
         """Return the time when the compute stream is done; copies on other streams may still run."""

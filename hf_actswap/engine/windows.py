@@ -236,6 +236,44 @@ def choose_windows(
     )
 
 
+class Rates(Protocol):
+    """How long copies take."""
+
+    def out_ms(self, size_bytes: int) -> float:
+        """Return the duration of a copy to the host."""
+
+    def in_ms(self, size_bytes: int) -> float:
+        """Return the duration of a copy back."""
+
+
+def windows_of_all(
+    candidates: Sequence[Candidate],
+    moments_ms: Sequence[tuple[float, float]],
+    timeline: Timeline,
+    rates: Rates,
+) -> list[Windows]:
+    """Return windows for candidates that are all swapped; copies that cannot be hidden begin with backward.
+
+    Args:
+        candidates: in the order in which they are saved.
+        moments_ms: for each, when its copy out can start, and when backward reads it.
+        timeline: compute without stalls.
+        rates: how long copies take.
+    """
+    hooks = HookTimes(timeline)
+    queue = _queue(candidates, (), timeline, hooks, rates, 1.0, NEVER)
+    for copy in queue:
+        copy.ready_ms, copy.read_ms = moments_ms[copy.index]
+    release_ops = _releases(queue, range(len(candidates)), hooks)
+    found: dict[int, Windows] = {}
+    next_ms = math.inf
+    for copy in sorted(queue, key=lambda copy: (-copy.read_ms, -copy.place)):
+        next_ms = min(copy.read_ms, next_ms) - copy.in_ms
+        prefetch_ops = max(hooks.prefetch_op(next_ms + ROUNDING_MS) - copy.consumer_op, 0)
+        found[copy.index] = Windows(prefetch_ops, max(release_ops[copy.index], 1))
+    return [found[index] for index in range(len(candidates))]
+
+
 def _rejected(
     candidates: Sequence[Candidate], hooks: HookTimes, host_bytes: float
 ) -> tuple[dict[int, str], float]:
@@ -259,7 +297,7 @@ def _queue(
     rejected: Collection[int],
     timeline: Timeline,
     hooks: HookTimes,
-    link: Link,
+    link: Rates,
     safety: float,
     most_release_ops: int,
 ) -> list[SwapCopy]:

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 import hf_actswap
 from benchmarks.exactness import differing, fingerprint, fingerprints, useless
 from benchmarks.measure import Reference, measure_row
-from benchmarks.meters import CopyMeter, StorageMeter
+from benchmarks.meters import CopyMeter
 from benchmarks.methods import (
     TRL_MODULE,
     actswap,
@@ -233,21 +233,6 @@ def test_differing_names_both_sides() -> None:
 def test_useless_are_zeros_and_what_is_not_finite() -> None:
     values = {"zeros": torch.zeros(2), "nan": torch.tensor([1.0, torch.nan]), "good": torch.ones(2)}
     assert useless(values) == ["zeros", "nan"]
-
-
-def test_storage_meter_counts_storages_once_and_forgets_dead_ones() -> None:
-    before = torch.ones(1000)
-    with StorageMeter() as meter:
-        doubled = before * 2
-        view = doubled.view(10, 100)
-        before.add_(1)
-        assert meter.held_bytes() == 4000
-        copy = view.clone()
-        del doubled
-        assert meter.held_bytes() == 8000  # the view keeps the storage
-        del view, copy
-        assert meter.held_bytes() == 0
-    assert meter.peak_bytes() == 8000
 
 
 def test_copy_meter_counts_nothing_that_stays_where_it_is() -> None:

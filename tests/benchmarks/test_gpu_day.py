@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -281,9 +280,6 @@ def test_tests_that_fail_hang_or_die_end_nothing(
     assert found["is_skipped"]["reason"] == "Skipped: for a reason"
     assert "hangs_in_here" in found["hangs"]["traceback"]
     assert found["passes"]["device"] == "cpu"
-    suite = ElementTree.parse(folder / "gpu_day_tests.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures")) == ("7", "3")
-    assert "this is why" in "".join(suite.itertext())
     # Nothing but what was skipped runs again: it may have become possible.
     again = run_tests(path, processes)
     assert [record.method.rpartition("::")[2] for record in again] == ["test_is_skipped"]

@@ -33,7 +33,7 @@ from typing import Literal
 
 from ...engine.link import DuplexLink, Lane, Link
 from ...engine.schedule import PrefetchOrder, PrefetchRequest
-from ...engine.windows import Candidate, choose_windows
+from ...engine.windows import Candidate, Rates, Timeline, choose_windows, windows_of_all
 from ...plan.actions import MemoryPlan, PlanRow, Scope, Windows
 from ...plan.saved_bytes import OpCall, RecomputedModules, SavedBytes, Use, held_results
 from ..profile import CopyTimes, FrontierPoint, MemoryPoint, Prediction, Profile
@@ -368,11 +368,8 @@ def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, lin
         link: rates by which windows are chosen if the plan leaves them to measurement; ``None``: all are 1.
     """
     moved = [item for fate in fates for item in fate.moved]
-    copies = {(item.storage, copy.number): copy for item in moved for copy in item.copies}
-    copies = dict(sorted(copies.items(), key=lambda item: item[1].order))
-    wanted = _wants(fates, copies)
-    windows = {name: _windows(plan, copy) for name, copy in copies.items()}
-    assembler = _Assembler(order, fates, plan, copies, wanted)
+    assembler = _Assembler(order, fates, plan)
+    windows = {name: _windows(plan, copy) for name, copy in assembler.copies.items()}
     if any(item is None for item in windows.values()):
         windows = assembler.chosen(windows, link)
     else:
@@ -403,15 +400,22 @@ def _windows(plan: MemoryPlan, copy: CopyOut) -> Windows | None:
 
 
 class _Assembler:
-    def __init__(
-        self,
-        order: StepOrder,
-        fates: Sequence[ScopeFate],
-        plan: MemoryPlan,
-        copies: Mapping[CopyId, CopyOut],
-        wanted: Mapping[CopyId, tuple[int, int]],
-    ) -> None:
-        self._order, self._plan, self._copies, self._wanted = order, plan, copies, wanted
+    """Makes the program of one step.
+
+    Args:
+        order, fates, plan: as of `assemble`.
+
+    Attributes:
+        copies: all copies that may move, in their order.
+    """
+
+    def __init__(self, order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan) -> None:
+        self._order, self._plan = order, plan
+        found = {
+            (item.storage, copy.number): copy for fate in fates for item in fate.moved for copy in item.copies
+        }
+        self.copies = dict(sorted(found.items(), key=lambda item: item[1].order))
+        self._wanted = _wants(fates, self.copies)
         self._checkpoints: dict[Scope, RecomputedRegion | None] = {
             fate.checkpointed: next((region for region in fate.regions), None)
             for fate in fates
@@ -431,7 +435,7 @@ class _Assembler:
         """Return the program in which the copies that have windows move."""
         moving = {
             name: MovingCopy(copy, chosen, *self._wanted[name])
-            for name, copy in self._copies.items()
+            for name, copy in self.copies.items()
             if (chosen := windows.get(name)) is not None
         }
         return StepProgram(self._order, self._packs, moving, self._reads, self._swap_reads, self._hooks)
@@ -440,7 +444,7 @@ class _Assembler:
         """Drop the copies for which host memory is used up, in the order in which the engine meets them."""
         left = self._plan.host_memory_bytes
         found = dict(windows)
-        for name, copy in self._copies.items():
+        for name, copy in self.copies.items():
             if left is None or name not in found:
                 continue
             if copy.size_bytes > left:
@@ -455,23 +459,32 @@ class _Assembler:
         """Choose windows as the engine would after it has measured a step, here one with instant copies."""
         if link is None or not self._packs:
             return self.within_host({name: given or _UNHIDDEN for name, given in windows.items()})
+        candidates, _, seen = self.seen(windows)
+        decisions = choose_windows(candidates, seen, link, self._plan.host_memory_bytes)
+        return {
+            name: decision.windows
+            for name, decision in zip(self.copies, decisions, strict=True)
+            if decision.swap
+        }
+
+    def seen(
+        self, windows: Mapping[CopyId, Windows | None]
+    ) -> tuple[list[Candidate], list[tuple[float, float]], Timeline]:
+        """Return all copies, when each can start and is read, and the hooks, as if copies took no time."""
         program = self.program({name: given or _UNHIDDEN for name, given in windows.items()})
         ahead = ForwardWalk(program, None)
         back = BackwardWalk(program, None, ahead.numbers, ahead.forward_end_ms, False)
         start_ms = self._order.start_ms
         forward = [(pack.op, start_ms[pack.op_event + pack.at_end]) for pack in self._packs]
-        names = list(self._copies)
         candidates = [
-            Candidate(
-                self._copies[name].size_bytes, self._copies[name].op, self._wanted[name][0], windows[name]
-            )
-            for name in names
+            Candidate(copy.size_bytes, copy.op, self._wanted[name][0], windows[name])
+            for name, copy in self.copies.items()
         ]
-        seen = timeline(forward, ahead.forward_end_ms, back.hook_ms)
-        decisions = choose_windows(candidates, seen, link, self._plan.host_memory_bytes)
-        return {
-            name: decision.windows for name, decision in zip(names, decisions, strict=True) if decision.swap
-        }
+        moments_ms = [
+            (start_ms[copy.op_event + copy.at_end], back.read_ms.get(name, back.now_ms))
+            for name, copy in self.copies.items()
+        ]
+        return candidates, moments_ms, timeline(forward, ahead.forward_end_ms, back.hook_ms)
 
     def _points(self) -> tuple[list[Pack], list[Sequence[int]]]:
         """Return packs and hooks where the engine gets control; a layer recomputed whole has one of each."""
@@ -607,6 +620,24 @@ class Simulator:
         if points not in self._sharing:
             self._sharing[points] = Simulator(with_compile_points(self.profile, dict(points)))
         return self._sharing[points]
+
+    def windows_of(self, plan: MemoryPlan, rates: Rates) -> dict[OpCall, list[Windows]]:
+        """Return windows of all that moves, by the call that makes it, as if none were written.
+
+        Args:
+            plan: the plan.
+            rates: how long copies take.
+        """
+        if points := compile_points_of(self.profile, plan):
+            plain = without_compile_options(self.profile, plan)
+            return self._sharing_of(points).windows_of(plain, rates)
+        assembler = _Assembler(self._order, self._fates(plan), plan)
+        found: dict[OpCall, list[Windows]] = {}
+        if copies := assembler.copies:
+            chosen = windows_of_all(*assembler.seen(dict.fromkeys(copies)), rates)
+            for copy, windows in zip(copies.values(), chosen, strict=True):
+                found.setdefault(copy.call, []).append(windows)
+        return found
 
     def fates_of(self, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
         """Return the fate of each storage, as the function `fates_of` does."""

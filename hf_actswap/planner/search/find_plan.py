@@ -29,7 +29,7 @@ from ..profile import CompileVariant, Limits, Prediction, Profile
 from .layer_graph import effective_min_bytes, segments_of
 from .layer_milp import Caps, Solution, solve
 from .layer_options import LinkRate, Option, as_chosen, need_scipy, options_of
-from .planned_rows import Choice, plan_of, windows_of
+from .planned_rows import Choice, plan_of
 
 SAFETY = 1.05
 """Copies are assumed to take this many times as long as measured."""
@@ -302,7 +302,8 @@ class Search:
         return [self._with_windows(choice, solution, link_rate) for link_rate in self._link_rates]
 
     def _with_windows(self, choice: Choice, solution: Solution, link_rate: LinkRate) -> _Tried:
-        windows = windows_of(choice, self._profile, link_rate)
+        opened = plan_of(choice, self._fixed, {}, self._min_bytes)
+        windows = self._simulator.windows_of(opened, link_rate)
         plan = plan_of(choice, self._fixed, windows, self._min_bytes)
         if not self._profile.compiled_layers:
             plan = replace(keep_what_costs(plan, self._profile.saved), adjustments=plan.adjustments)

@@ -160,7 +160,6 @@ class LayerCosts:
     Attributes:
         held: number of each storage that is held -> the call that makes it, and when it is first read, in ms
             since the layer's backward began.
-        backward_start_ms: when backward reaches each op event, before what runs again for it.
         recompute_ms: time of what runs again.
         backward_peak_bytes: most bytes alive in backward, base bytes included.
     """
@@ -170,7 +169,6 @@ class LayerCosts:
         self.held: dict[int, tuple[int, float]] = {}
         self.recompute_ms = 0.0
         self.backward_peak_bytes = 0
-        self.backward_start_ms: list[float] = []
         self._now_ms, self._step = 0.0, 0
         self._alive: dict[int, tuple[int, int]] = {}
         self._ran: set[int] = set()
@@ -186,7 +184,6 @@ class LayerCosts:
             self._rebuild_whole()
         for step, place in enumerate(graph.backward_order):
             self._step = step
-            self.backward_start_ms.append(self._now_ms)
             for number, maker in wanted.get(place, ()):
                 self._require(number, maker)
             self._now_ms += graph.backward_ms[place]

@@ -47,9 +47,10 @@ from torch.distributed.tensor import DTensor
 from ...engine.hook_wrappers import Undo, wrap_call
 from ...engine.host_pool import HostPool
 from ...engine.stats import Counters, SwapStats
+from ...engine.tickets import View
 from ...engine.transfer import Transfer
 from ...plan.wrappers import is_compiled
-from .state_storages import Geometry, StateResidence, StateStorage, WatchedStates, of_optimizer, plain_tensors
+from .state_storages import StateResidence, StateStorage, WatchedStates, of_optimizer, plain_tensors
 from .streamed_step import (
     Closure,
     StreamedStep,
@@ -187,11 +188,11 @@ class _Copies:
 
     def __init__(self, residence: StateResidence, min_tensor_bytes: int) -> None:
         self._residence, self._min_tensor_bytes = residence, min_tensor_bytes
-        self._where: dict[int, tuple[StateStorage, Geometry]] = {
-            id(tensor): (storage, geometry)
+        self._where: dict[int, tuple[StateStorage, View]] = {
+            id(tensor): (storage, view)
             for storage in residence.all()
             for tensors in storage.tensors.values()
-            for tensor, geometry in tensors
+            for tensor, view in tensors
         }
         self._copied: dict[int, torch.Tensor] = {}
 
@@ -203,14 +204,14 @@ class _Copies:
         found = [self._where[id(local)] for local in plain_tensors(tensor) if id(local) in self._where]
         if not found:
             return tensor.clone() if tensor.nbytes < self._min_tensor_bytes else tensor
-        ((storage, geometry),) = found
+        ((storage, view),) = found
         if isinstance(tensor, DTensor):  # gathering it needs it on the device
             self._residence.bring(storage, will_change=False)
         if storage.place == "device":
             return tensor.detach()  # keeps the present values: the next step works on another storage
         if id(storage) not in self._copied:
             self._copied[id(storage)] = storage.host_copy()
-        return geometry.on(self._copied[id(storage)].untyped_storage())
+        return view.on(self._copied[id(storage)], 0)
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, ValuesView
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,34 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ...engine.host_pool import HostBuffer, HostPool
 from ...engine.stats import Counters
+from ...engine.tickets import View
 from ...engine.transfer import COMPLETE, Copy, Transfer
 
 Place = Literal["device", "leaving", "host", "returning"]
 """``leaving``: on the device, unchanged, being copied out. ``returning``: on the host, being copied in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Type, shape, strides and offset of a tensor in its storage; strides and offset in elements.
-
-    (`engine.views.View` does the same for saved tensors, in bytes, as these may get a part of a storage back.
-    A state's tensor gets a whole storage back, and `set_` takes elements.)
-    """
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Return the geometry of a strided tensor."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this geometry in ``storage``."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Placeholders:
@@ -63,16 +39,16 @@ class Placeholders:
         self._device = device
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
-    def like(self, geometry: Geometry) -> torch.Tensor:
-        """Return a placeholder of the dtype and shape of ``geometry``."""
-        dtype = geometry.dtype
+    def like(self, view: View) -> torch.Tensor:
+        """Return a placeholder of the dtype and shape of ``view``."""
+        dtype = view.dtype
         if dtype not in self._elements:
             known = not (dtype.is_floating_point or dtype.is_complex)
             value: Any = True if dtype is torch.bool else torch.iinfo(dtype).max if known else float("nan")
             self._elements[dtype] = torch.full((), value, dtype=torch.float32 if not known else dtype).to(
                 device=self._device, dtype=dtype
             )
-        return self._elements[dtype].expand(geometry.shape)
+        return self._elements[dtype].expand(view.shape)
 
     def is_(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` refers to a placeholder."""
@@ -106,7 +82,7 @@ class StateStorage:
         self.size_bytes = storage.nbytes()
         self.host = host
         self.place: Place = "device"
-        self.tensors: dict[Hashable, list[tuple[torch.Tensor, Geometry]]] = {}
+        self.tensors: dict[Hashable, list[tuple[torch.Tensor, View]]] = {}
         """By the key in ``optimizer.state``: plain tensors that share the storage."""
         self.unchanged = False
         """Whether the host has the same bytes; known only while the storage is on the device."""
@@ -158,9 +134,8 @@ class StateStorage:
         block = self._held
         assert block is not None
         self._wait()
-        storage = block.untyped_storage()
-        for tensor, geometry in self._members():
-            tensor.data = geometry.on(storage)
+        for tensor, view in self._members():
+            tensor.data = view.on(block, 0)
         self._held, self.place, self.unchanged = None, "device", True
 
     def turn_back(self) -> None:
@@ -206,7 +181,7 @@ class StateStorage:
         torch.cat(self.host.pieces, out=copy)
         return copy
 
-    def _members(self) -> Iterator[tuple[torch.Tensor, Geometry]]:
+    def _members(self) -> Iterator[tuple[torch.Tensor, View]]:
         for tensors in self.tensors.values():
             yield from tensors
 
@@ -215,8 +190,8 @@ class StateStorage:
         return tensor.untyped_storage()
 
     def _let_go(self) -> None:
-        for tensor, geometry in self._members():
-            tensor.data = self._absent.like(geometry)
+        for tensor, view in self._members():
+            tensor.data = self._absent.like(view)
         self.place = "host"
 
     def _wait(self) -> None:
@@ -475,7 +450,7 @@ class StateResidence:
                 continue
             own = self._storage_of(tensor, held)
             if own is not None:
-                own.tensors.setdefault(key, []).append((tensor, Geometry.of(tensor)))
+                own.tensors.setdefault(key, []).append((tensor, View.of(tensor)))
                 if own not in after:
                     after.append(own)
         if after:

@@ -15,7 +15,7 @@ pytest.importorskip("scipy")
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "head_dim": 128}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
-STEP = ("--seq", "8k", "--device", "H100", "--budget", "6.2")
+STEP = ("--seq", "8k", "--device", "H100", "--budget", "5.6")
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ from hf_actswap.engine import (
     StaleTensorError,
     host_budget,
 )
-from hf_actswap.engine.frozen_weights import LAYERS_AHEAD
-from hf_actswap.engine.layer_weights import LayerWeights
+from hf_actswap.engine.frozen_weights import LAYERS_AHEAD, LayerWeights
 from hf_actswap.plan import Tile
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.recording_transfer import RecordingTransfer

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 sys.path.insert(0, str(ROOT))
 
-from hf_actswap.config import (  # noqa: E402 - the package need not be installed
+from docs.make_schema import documented  # noqa: E402 - the package need not be installed
+from hf_actswap.config import (  # noqa: E402
     LayerSwapRule,
     MemoryConfig,
     OpSwapRule,
@@ -32,7 +33,6 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     TileConfig,
     load_config,
 )
-from hf_actswap.config.editor_schema import documented  # noqa: E402
 from hf_actswap.config.keys import (  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,

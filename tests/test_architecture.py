@@ -216,7 +216,7 @@ def test_layers_do_not_know_libraries_above_them() -> None:
         ("planner/run.py", "from ..stream import traced", True),
         ("engine/hooks.py", "from ..stream import stream_sequences", True),
         ("integrations/callback.py", "from hf_actswap.report import table", False),
-        ("report/plan_table.py", "from hf_actswap.apply import apply", True),
+        ("report/console.py", "from hf_actswap.apply import apply", True),
         ("integrations/callback.py", "from hf_actswap import cli", True),
         ("errors.py", "from .config import schema", True),
         ("__init__.py", "from .integrations.callback import ActSwapCallback", False),

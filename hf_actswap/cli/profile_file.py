@@ -1,6 +1,6 @@
 """Reads and writes profiles in files, from ``hf-actswap profile`` or from the folder of a training.
 
-The format is the planner's (`planner.record.profile_document`). A key ``made_for`` is added, which says for
+The format is the planner's (`planner.profile`). A key ``made_for`` is added, which says for
 which model and step the profile was made and how many layers were measured. A training's profile has no
 ``made_for``: then only family, layers, module names and batch are compared.
 """
@@ -15,8 +15,7 @@ from typing import TypedDict
 from ..config.documents import Count, JsonDocument, read_text, write_whole
 from ..config.sizes import device_kind
 from ..errors import ActSwapError, PlanError, Problem
-from ..planner.profile import Profile
-from ..planner.record.profile_document import profile_from_document, profile_to_json
+from ..planner.profile import Profile, profile_from_document, profile_to_json
 from .options import AskedStep, AutocastName, OptimizerName
 from .step import StepShape
 from .subject import AnalysedModel

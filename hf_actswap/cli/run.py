@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ActSwapError
-from ..integrations.environment import OFF, VARIABLE, act_on_environment
+from ..integrations.trainer import OFF, VARIABLE, act_on_environment
 from ..plan import load_config_or_plan
 
 

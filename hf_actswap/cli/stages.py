@@ -3,7 +3,7 @@
 A stage is the model with stand-ins for the modules of other stages, as in training. A micro-batch on it is
 predicted as a step of any model is. Then the passes of all stages are simulated
 (`planner.cost.pipeline_step`). With a memory mode, fates are searched for each stage
-(`planner.search.stage_plans`); else they are those that the user wrote.
+(`planner.search.find_plan`); else they are those that the user wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..planner.budget import BudgetError, budget_bytes, budget_for, fragment_byt
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
-from ..planner.search.stage_plans import plan_stages
+from ..planner.search.find_plan import plan_stages
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_summary import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes

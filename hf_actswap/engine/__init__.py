@@ -5,9 +5,8 @@ Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the m
 
 `hooks` and `forward_pass` follow the model, and give autograd a ticket for each tensor that it saves
 (`tickets`). Swap: `host_pool` holds host memory, `transfer` moves bytes,
-`windows`, `schedule` and `passes` decide when. Recompute: `recompute`, `kept_results`, `compiled_regions`.
-Tiles: `tiled_calls` for modules, `chunked_logits` for head and loss; `pieces` has helpers
-for both.
+`windows` and `schedule` decide when. Recompute: `recompute`, `compiled_regions`. Tiles: `tiled_calls` for
+modules, `chunked_logits` for head and loss.
 
 It depends on tensors, autograd and streams, and on neither YAML nor model families.
 """
@@ -15,7 +14,6 @@ It depends on tensors, autograd and streams, and on neither YAML nor model famil
 from __future__ import annotations
 
 from .chunked_logits import ChunkedLogits
-from .evictable import EvictableTensors
 from .frozen_weights import FrozenWeights
 from .host_budget import record_saved
 from .host_pool import HostBuffer, HostPool, PageableSlabs, PinnedSlabs
@@ -23,6 +21,7 @@ from .install import AppliedPlan, install
 from .link import Link
 from .plan_runtime import Resources
 from .stats import SwapStats
+from .swapped_storages import EvictableTensors
 from .tickets import StaleTensorError
 from .transfer import BlockingTransfer, Copy, StreamTransfer, Transfer
 

@@ -31,8 +31,7 @@ from .agreement import from_all_ranks
 from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
-from .passes import REACH, PassOrder
-from .schedule import NEVER, Backward
+from .schedule import NEVER, REACH, Backward, PassOrder
 from .stats import Counters, PendingTime, gib_text
 from .transfer import StepLog, Transfer
 from .windows import TOO_LATE_BACK, Candidate, Decision, Timeline, choose_windows
@@ -469,7 +468,7 @@ class AutoForward:
 
 
 def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, before: bool) -> Timeline:
-    """Return a timeline that also has the hooks of the neighbouring passes that windows reach (`passes`).
+    """Return a timeline that also has the hooks of the neighbouring passes that windows reach (`schedule`).
 
     Operators go on rising in the pass after the forward. In the pass before the backward they fall towards
     the backward's first. The neighbours are taken to last as long as this forward and this backward.

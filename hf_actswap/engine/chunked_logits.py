@@ -51,9 +51,9 @@ from ..plan.actions import Tile
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from ..plan.wrappers import FSDP2_METHOD
 from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
-from .pieces import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, product, zero_sum
-from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
+from .tiled_calls import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, product, zero_sum
+from .tiled_calls import no_saved_tensor_hooks as no_hooks
 
 
 class Head(Exchangeable):

@@ -147,7 +147,7 @@ class FateTable:
             if row.fate not in _TRACED
         }
         self.traceable_scopes = frozenset({*modules, *SCOPES}) - (followed - compiled)
-        """Scopes whose calls may run from a cached trace (`cached_traces`)."""
+        """Scopes whose calls may run from a cached trace (`forward_pass`)."""
         self.all_traceable = not followed
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:

@@ -27,7 +27,7 @@ from .plan_runtime import PlanRuntime, Resources
 from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
-from .transfer import CopyListener, Transfer
+from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +117,6 @@ class AppliedPlan:
     def runtime(self) -> PlanRuntime:
         """Device, host memory, transfer and counters of the plan, for code that also acts on the step."""
         return self._engine.runtime
-
-    @property
-    def evictable(self) -> bool:
-        """Whether a pack handler makes the tickets of tensors that stay (`set_pack_handler`)."""
-        return self._engine.runtime.evictable
-
-    def listen(self, listener: CopyListener | None) -> None:
-        """Report copies to ``listener``, in forwards that start from now on; ``None``: report none."""
-        self._engine.runtime.listener = listener
 
     def on_remove(self, step: Callable[[], None], last: bool = False) -> None:
         """Let `remove` also call ``step``: before the hooks are taken off, or as the ``last`` thing."""

@@ -15,7 +15,7 @@ from .frozen_weights import FrozenWeights
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .owners import parameter_places
-from .passes import PassOrder
+from .schedule import PassOrder
 from .stats import Counters, SwapStats
 from .swapped_storages import ForwardContext, PackHandler
 from .transfer import CopyListener, Transfer, WatchedTransfer, profiler_is_on, transfer_of
@@ -30,9 +30,9 @@ class Resources:
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
         pack_handler: makes the tickets of tensors that stay on the device
-            (`evictable.EvictableTensors.keep`), under a plan without rows too. Every op is then followed at
-            every step. It is not called for tensors that whole-layer recomputation saves again in backward,
-            nor for tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
+            (`EvictableTensors.keep`), under a plan without rows too. Every op is then followed at every step.
+            It is not called for tensors that whole-layer recomputation saves again in backward, nor for
+            tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
         weights: the model's frozen weights on the host, whose copies share the plan's transfer; ``None``: all
             weights stay.

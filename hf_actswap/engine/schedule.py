@@ -1,6 +1,6 @@
 """When tensors are released and prefetched, in operators: arithmetic over node numbers, without tensors.
 
-One operator is one autograd node (`autograd_state`). The engine gets control only in hooks: in forward each
+One operator is one autograd node (`replay`). The engine gets control only in hooks: in forward each
 time a tensor is packed, in backward each time one is unpacked. So an action happens at the *first* hook at
 or after a release point, and at the *last* hook at or before a prefetch point (never later than asked).
 
@@ -17,23 +17,59 @@ A compiled region is one node, or a few. The layer that was compiled has about 8
 written or measured for it counts those. So at a compiled region the clock jumps ahead by the nodes that the
 eager layer would have made. All that the region saves counts as saved at its last operator, the first one
 that backward reaches. A layer that is recomputed whole builds its nodes as usual, but backward needs
-everything of it at once, so its nodes are counted as one (`checkpoint_inputs`).
+everything of it at once, so its nodes are counted as one (`swapped_storages`).
 
 The backward of one forward. Autograd asks it for each saved tensor; then it starts copies that are due.
+
+Release and prefetch windows that reach into other passes, on a stage of a pipeline.
+
+A pass is the forward or the backward of one micro-batch through one chunk of layers. Without a known order of
+passes, a forward releases everything by its end, and copies back start with its backward. On a stage of a
+pipeline the schedule fixes which passes of other micro-batches run between the two. Windows then count the
+operators of all these passes, in the order in which they run::
+
+    forward 3        | backward 1 | forward 4 | backward 2        | forward 5           | backward 3
+    copy out ... release_ops ... release                      copy back ... prefetch_ops ... read
+
+A release or copy that is due in a pass happens at the first hook at or after its point, or else at the first
+hook of the next pass. A pass is assumed to have as many operators as the latest forward of the same chunk;
+the first forward of a chunk releases at its end.
+
+A window reaches at most two thirds of a pass (`REACH`). So of all micro-batches in flight, two thirds of one
+are not yet released and two thirds of one are copied back early, apart from the distance between hooks: at
+most 1.5 are on the device, however large the windows are and however many passes run between. If one pass
+runs between, its middle separates releases from copies back. If a backward follows its forward directly, as
+on the last stage of 1F1B, nothing differs from an unknown order.
+
+Why a wrong order costs time but never changes a result:
+
+* **The right micro-batch.** The order only decides when a tensor moves. What moves is a `SwapGroup` with its
+  own host block, and only autograd's tickets decide which group a backward reads.
+* **Release, then copy back.** For each group the release is due first. `SwapGroup.fetch` does nothing as long
+  as the device has the data, and a release waits for the copy out, so no copy back reads an unfinished host
+  block.
+* **Late copies** are started by `Backward`, as without an order; starting a copy twice does nothing.
+* **Lifetimes.** Groups are referred to weakly. One whose graph dies between two passes waits for its copies.
+* **Streams.** Release and copy back are requested during another micro-batch's pass. `StreamTransfer` takes
+  the current stream then, and orders copies as always: all streams that ever requested copies wait for a copy
+  out, the copy back waits for the stream whose memory it fills, and its reader waits for the copy.
+* **Threads.** Passes of a stage run one after another, also where backward has a thread of its own.
 """
 
 from __future__ import annotations
 
 import heapq
+import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .autograd_state import next_node_number, packing_node_number, running_node_number
-from .tickets import Ticket, restore
+from .replay import next_node_number, packing_node_number, running_node_number
+from .tickets import SwapGroup, Ticket, restore
 
 Item = TypeVar("Item")
 
@@ -257,3 +293,222 @@ class Backward:
                 waiting = reference()
                 if waiting is not None:
                     waiting.fetch()
+
+
+Swapped = weakref.ref[SwapGroup]
+
+REACH = 2 / 3
+"""The longest window, as a fraction of the operators of a pass."""
+
+Point = tuple[int, int]
+"""A point in the step: index of a pass in the order, and how many of its operators have run."""
+
+
+class Pass(NamedTuple):
+    """A forward or a backward of one micro-batch through one chunk of the layers.
+
+    Args:
+        chunk: index of the chunk.
+        micro_batch: index in the step.
+        is_backward: whether it is the backward; else the forward.
+    """
+
+    chunk: int
+    micro_batch: int
+    is_backward: bool
+
+
+class PassOrder:
+    """The order of passes of a step on one stage, and the releases and copies back that are due in them.
+
+    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods.
+
+    Attributes:
+        running: the latest forward.
+    """
+
+    def __init__(self) -> None:
+        self._order: tuple[Pass, ...] = ()
+        self._place: dict[Pass, int] = {}
+        self._following: Pass | None = None
+        self.running: Pass | None = None
+        self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._lengths: dict[int, int] = {}
+        self._due: list[tuple[Point, int, Swapped, bool]] = []
+        self._count = 0
+
+    def begin(self, order: Sequence[Pass] = ()) -> None:
+        """Start a step; all stages do at the same time.
+
+        Args:
+            order: all passes of the step; empty: not known, and no window leaves its pass.
+        """
+        self.end()
+        self._order = tuple(order)
+        self._place = {one: index for index, one in enumerate(self._order)}
+        listener = None if self._listener is None else self._listener()
+        if listener is not None:
+            listener()
+
+    def end(self) -> None:
+        """End the step, also after an exception: no release or copy is due any more."""
+        self._order, self._place, self._following = (), {}, None
+        self._due.clear()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener``, a method that is referred to weakly, at the start of each step."""
+        self._listener = weakref.WeakMethod(listener)
+
+    def forward_follows(self, chunk: int, micro_batch: int) -> None:
+        """Note that the next call of the model is the forward of this micro-batch through this chunk."""
+        self._following = Pass(chunk, micro_batch, False)
+
+    def releases(self, first_op: int) -> ReleaseQueue[Swapped]:
+        """Return the queue of releases for a forward that starts.
+
+        Args:
+            first_op: number of its first operator.
+        """
+        self.running = one = self._following
+        self._following = None
+        index = -1 if one is None else self._place.get(one, -1)
+        return (
+            ReleaseQueue()
+            if index < 0 or self._backward_of(index) < index
+            else CrossingReleases(self, index, first_op)
+        )
+
+    def forward_ended(
+        self, queue: CrossingReleases, swapped: Iterable[Swapped], backward: Backward
+    ) -> list[Swapped]:
+        """At the end of a forward, schedule its remaining releases and its copies back in later passes.
+
+        Args:
+            queue: releases of the forward.
+            swapped: everything that the forward has swapped.
+            backward: the backward of this forward.
+
+        Returns:
+            What the caller releases now: all that is left, if the backward follows directly or if this was
+            the first forward of the chunk, whose length was not known.
+        """
+        last_op, back = backward.clock.now(), self._backward_of(queue.index)
+        self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
+        backward.watch(lambda op: self.run_due((back, last_op - op)))
+        if back == queue.index + 1:
+            return queue.drain()
+        released = queue.drain() if queue.most_ops == NEVER else []
+        most_ops = self.most_ops(queue.index)
+        latest, earliest = (back, 0), (back - 1, 0)
+        if back == queue.index + 2:
+            latest = earliest = (back - 1, self._length(back - 1) // 2)
+        for due_op, reference in queue.left():
+            self._add(min(self._point(queue.index, due_op - queue.first_op), latest), reference, True)
+        for reference in swapped:
+            if (group := reference()) is not None:
+                group.prefetch_ops = min(group.prefetch_ops, most_ops)
+                ahead_ops = group.last_use + group.prefetch_ops - last_op
+                if ahead_ops > 0:
+                    self._add(max(self._point(back, -ahead_ops), earliest), reference, False)
+        return released
+
+    def operators(self, chunk: int) -> int | None:
+        """Return how many operators a chunk's latest forward in an order had; ``None``: there was none."""
+        return self._lengths.get(chunk)
+
+    def most_in_flight(self) -> int:
+        """Return the most forwards of a step whose backwards have not begun; 1 if the order is not known."""
+        return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
+
+    def neighbours(self, chunk: int) -> tuple[bool, bool]:
+        """Say which passes of other micro-batches run next to most passes of a chunk.
+
+        Returns:
+            Whether a backward follows its forwards, and whether a forward comes before its backwards. There
+            its copies have their direction of the link to themselves; a forward that follows has copies out.
+        """
+        found: list[tuple[bool, bool]] = []
+        for index, one in enumerate(self._order):
+            back = self._backward_of(index) if one.chunk == chunk and not one.is_backward else -1
+            if back > index:
+                after, before = self._order[index + 1], self._order[back - 1]
+                found.append(
+                    (after.is_backward and back > index + 1, not before.is_backward and back > index + 1)
+                )
+        half = len(found) / 2
+        return sum(after for after, _ in found) > half, sum(before for _, before in found) > half
+
+    def most_ops(self, index: int) -> int:
+        """Return the longest window of a forward, in operators.
+
+        It is `NEVER` (no limit) if its backward follows directly, or no forward of its chunk has ended yet.
+
+        Args:
+            index: index of the forward in the order.
+        """
+        length = self._lengths.get(self._order[index].chunk)
+        return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
+
+    def run_due(self, now: Point) -> int:
+        """Run the releases and copies that are due by now.
+
+        Returns:
+            The operator of this pass at which the next one is due; `NEVER`: none in this pass.
+        """
+        while self._due and self._due[0][0] <= now:
+            _, _, reference, is_release = heapq.heappop(self._due)
+            group = reference()
+            if group is not None:
+                group.release() if is_release else group.fetch()
+        return self._due[0][0][1] if self._due and self._due[0][0][0] == now[0] else NEVER
+
+    def _backward_of(self, index: int) -> int:
+        """Return the index of a forward's backward in the order; -1: it has none."""
+        return self._place.get(self._order[index]._replace(is_backward=True), -1)
+
+    def _add(self, point: Point, reference: Swapped, is_release: bool) -> None:
+        heapq.heappush(self._due, (point, self._count, reference, is_release))
+        self._count += 1
+
+    def _point(self, index: int, ops: int) -> Point:
+        """Return the point ``ops`` operators after a pass starts, or before; one pass away at most."""
+        if ops < 0:
+            return index - 1, max(ops + self._length(index - 1), 0)
+        length = self._length(index)
+        return (index, ops) if ops < length else (index + 1, ops - length)
+
+    def _length(self, index: int) -> int:
+        """Return the operators of a pass; for a chunk that has run no forward yet, the most of any chunk."""
+        return self._lengths.get(self._order[index].chunk, max(self._lengths.values()))
+
+
+class CrossingReleases(ReleaseQueue[Swapped]):
+    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass.
+
+    Args:
+        passes: the order of passes of the step.
+        index: index of the forward in the order.
+        first_op: number of the forward's first operator.
+    """
+
+    def __init__(self, passes: PassOrder, index: int, first_op: int) -> None:
+        super().__init__()
+        self._passes, self.index, self.first_op = passes, index, first_op
+        self.most_ops = passes.most_ops(index)
+        self.next_at = self._others_at = first_op
+
+    def add(self, item: Swapped, copied_at: int, release_ops: int) -> None:
+        """Add an item as `ReleaseQueue.add` does, with a window of `most_ops` operators at most."""
+        super().add(item, copied_at, min(release_ops, self.most_ops))
+        self.next_at = min(self.next_at, self._others_at)
+
+    def due(self, now: int) -> list[Swapped]:
+        """Return this forward's items that are due, after running what earlier forwards have scheduled."""
+        self._others_at = self.first_op + self._passes.run_due((self.index, now - self.first_op))
+        items = super().due(now)
+        self.next_at = min(self.next_at, self._others_at)
+        return items
+
+    def left(self) -> list[tuple[int, Swapped]]:
+        """Return the items that are not released yet, each with the operator at which it is due."""
+        return [(due_op, item) for due_op, _, item in self._heap]

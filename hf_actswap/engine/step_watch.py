@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import Scope
 from ..plan.model_structure import unwrapped
 from ..plan.record import storage_key
-from .autograd_state import running_node_number
 from .hook_wrappers import Undo, compiled_wrapper, wrap_call
 from .install import AppliedPlan
 from .owners import inner_tensors
+from .replay import running_node_number
 from .stats import PendingTime
 from .tickets import Ticket, keep
 from .transfer import Direction, Stamp, StepLog, WatchedCopy
@@ -165,7 +165,7 @@ class _StepWatch:
         for index, layer in enumerate(applied.structure.layers if whole is None else ()):
             before, after = partial(self._enters, index), partial(self._leaves, index)
             self._undo += wrap_call(root.get_submodule(layer.module_path), before, after)
-        applied.listen(self)
+        applied.runtime.listener = self
         if self._is_stage:
             self._parts.note(("waiting", None))
 
@@ -185,7 +185,7 @@ class _StepWatch:
             self._on = False
             for step in reversed(self._undo):
                 step()
-            self._applied.listen(None)
+            self._applied.runtime.listener = None
 
     def _end(self) -> tuple[ComputePart, ...]:
         """End the step, wait for the device, and return what compute did."""

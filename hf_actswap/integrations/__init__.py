@@ -11,8 +11,8 @@ ranks.
 from __future__ import annotations
 
 from .callback import ActSwapCallback
+from .pipeline_training import stage_from_config, stage_from_pretrained
 from .prepare import Prepared, prepare
-from .stage_loading import stage_from_config, stage_from_pretrained
 from .trainer_mixin import ActSwapTrainerMixin
 from .training_args import ActSwapTrainingArguments, with_actswap
 

@@ -38,7 +38,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..config.documents import JsonDocument, read_text
 from ..config.validation import Expected
-from ..parallel.data_sharding import sharded_as, whole_over_data
+from ..parallel.mesh import sharded_as, whole_over_data
 from ..parallel.patch_model import Patched, Progress, partitions_of, with_progress
 from ..parallel.weights import Partition, whole_of_ranks
 from .parallel_limits import ParallelTrainingError

@@ -42,12 +42,11 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import ModelOutput
 
 from ..config import ActSwapConfig
-from ..engine.passes import PassOrder
+from ..engine.schedule import PassOrder
 from ..errors import Problem
 from ..parallel.collectives import reduce_in_place
-from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradients import TaggedGradients, clip_grad_norm, reject_unsummed
-from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
+from ..parallel.mesh import ParallelMesh, build_mesh, check_processes, sharded_parameters
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import (
     LostRanks,

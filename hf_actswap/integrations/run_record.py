@@ -30,8 +30,7 @@ from ..plan import MemoryPlan
 from ..plan.model_structure import unwrapped
 from ..planner import CountingMeter, Planner
 from ..planner.meter import baseline_tensors, device_name
-from ..report.run_files import PLANNER, RUN, SAVING, RecordedStages, RunFiles
-from ..report.saving import Saving, saving_of
+from ..report.run_files import PLANNER, RUN, SAVING, RecordedStages, RunFiles, Saving, saving_of
 from ..version import __version__
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class RunRecord:
         self._steps += 1
         if self._steps == TIMED_STEP:
             self._watch = TimeWatch(self._model, applied)
-        elif self._steps == TIMED_STEP + 1 and not applied.evictable:
+        elif self._steps == TIMED_STEP + 1 and not applied.runtime.evictable:
             self._watch = self._memory_watch(applied)
 
     def optimizer_starts(self) -> None:

@@ -11,6 +11,7 @@ The package depends on process groups and modules, and not on YAML, plans or the
 """
 
 from . import layer_norm, layers, mappings
+from .block_hooks import model_parallel_seed, rank_stream
 from .collectives import Replicas, enclosing_group, enclosing_replicas, tensor_parallel_group
 from .column_input import InputSettings, column_input
 from .gradients import (
@@ -43,7 +44,6 @@ from .mappings import (
 )
 from .mesh import MeshError, ParallelMesh, build_mesh
 from .patch_model import Patched, PatchError, patch_model
-from .random_streams import model_parallel_seed, rank_stream
 from .rank_agreement import LostRankError, LostRanks, RankAgreementError, check_agreement
 from .vocabulary import from_parallel_logits_to_logprobs, parallel_causal_lm_loss, parallel_cross_entropy
 from .weights import Partition

@@ -25,15 +25,6 @@ from typing import Any
 from torch import nn
 
 from ..errors import Problem
-from .adapters import (
-    SharedInputLinear,
-    UnreducedRowLinear,
-    base_of,
-    divide_column_adapters,
-    divide_row_adapters,
-    is_adapted,
-    problems_of_adapter,
-)
 from .block_hooks import (
     BlockInputHook,
     GatherHook,
@@ -63,7 +54,20 @@ from .sequence_region import (
     TagAfterLayersHook,
     WholeAgainHook,
 )
-from .tensor_plan import blocks_of, is_linear, plan_of, undivided_expert_parents, wide_norms
+from .tensor_plan import (
+    SharedInputLinear,
+    UnreducedRowLinear,
+    base_of,
+    blocks_of,
+    divide_column_adapters,
+    divide_row_adapters,
+    is_adapted,
+    is_linear,
+    plan_of,
+    problems_of_adapter,
+    undivided_expert_parents,
+    wide_norms,
+)
 from .weights import ParameterTags, Partition, divide_parameter, partitions_in
 
 

@@ -61,7 +61,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .collectives import group_or_enclosing, reduce_in_place, sum_dtype
-from .data_sharding import trained_parameters
+from .mesh import trained_parameters
 
 
 class GradientState(enum.Enum):

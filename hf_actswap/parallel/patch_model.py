@@ -37,15 +37,15 @@ from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
 from .block_hooks import on_fake_tensors
 from .collectives import group_or_enclosing
-from .data_sharding import (
+from .decoder_layers import Decoder, divide_layers, problems_of_decoder
+from .gradients import TAG, GradientWatch, UnsummedGradientError, tagged_parameters, watch_of
+from .mesh import (
     reject_tensor_axis,
     shard_over_data,
     sharded_as,
     trained_parameters,
     whole_over_data,
 )
-from .decoder_layers import Decoder, divide_layers, problems_of_decoder
-from .gradients import TAG, GradientWatch, UnsummedGradientError, tagged_parameters, watch_of
 from .rank_agreement import check_agreement, parameters_fact
 from .sequence_region import BaseExitHook, EntryHook, SequenceRegion
 from .vocabulary import divide_vocabulary, problems_of_vocabulary

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .collectives import gathered, group_or_enclosing, summed_over_replicas
-from .data_sharding import sharded_parameters
 from .gradients import TAG
+from .mesh import sharded_parameters
 
 InitMethod = Callable[[torch.Tensor], object]
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""

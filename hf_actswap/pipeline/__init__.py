@@ -4,10 +4,8 @@ In: a model and its structure, the layout of layers over stages, and batches. Ou
 each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
 """
 
-from .check import check_cut, record_layer_outputs
-from .runtime import PipelineRuntime
-from .shared_state import StageGradients, gathered_on_first_rank, whole_state
-from .stages import PipelineError, StagedModel
+from .runtime import PipelineRuntime, StageGradients, gathered_on_first_rank, whole_state
+from .stages import PipelineError, StagedModel, check_cut, record_layer_outputs
 
 __all__ = [
     "PipelineError",

@@ -162,7 +162,7 @@ class Windows:
     Args:
         prefetch_ops: the copy back starts when backward is this many operators before the first consumer.
         release_ops: device memory is released this many operators after the copy out began, at the latest
-            at the end of the model's forward (on a stage of a pipeline: `engine.passes`).
+            at the end of the model's forward (on a stage of a pipeline: `engine.schedule`).
     """
 
     prefetch_ops: Count

@@ -20,7 +20,7 @@ use it. A *root* is a module that is run again as one; of roots inside each othe
 
 What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
 kept, a swapped op): when the module runs again, the op's result is handed out in its place
-(`engine/kept_results.py`). MindSpore does the same: an op without the recompute flag is not duplicated,
+(`engine/recompute.py`). MindSpore does the same: an op without the recompute flag is not duplicated,
 and its result is held as long as a duplicate reads it. Where autograd does not save that result, it costs
 bytes.
 """

@@ -17,9 +17,8 @@ from .cost.simulate import Simulator, predict
 from .meter import AllocatorMeter, CountingMeter, Meter
 from .oom_guard import OomGuard, op_hook
 from .phases import Planner
-from .profile import FrontierPoint, Limits, OpEvent, Prediction, Profile
+from .profile import FrontierPoint, Limits, OpEvent, Prediction, Profile, profile_from_json, profile_to_json
 from .record.devices import device_rates
-from .record.profile_document import profile_from_json, profile_to_json
 from .record.recorder import DeviceClock, StepRecorder
 from .record.shapes import profile_from_shapes
 from .run import PlannedTraining

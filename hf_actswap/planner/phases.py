@@ -30,10 +30,10 @@ planner plans for that batch from then on, and earlier trials count no longer.
 The stable phase: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
 
 * The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
-  more memory, so it runs under this plan or its bucket's own (`bucket_plans`). A larger batch runs under the
+  more memory, so it runs under this plan or its bucket's own (`planning`). A larger batch runs under the
   guard, which moves tensors if memory runs out; after its step the planner plans anew.
 * The **peak**, after each step, of what was in use. If it misses the budget, or if a step ran out of memory
-  and needed a `retry`, the planner plans anew. If this happens under a bucket's plan, that plan is
+  and needed a `oom_guard`, the planner plans anew. If this happens under a bucket's plan, that plan is
   dropped instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
@@ -66,14 +66,19 @@ from ..plan.actions import MemoryPlan
 from ..plan.dry_run import is_dry
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
-from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, fits_outside_backward
-from .oom_guard import DeviceMemoryError, Failure
+from .oom_guard import DeviceMemoryError, Failure, Retry
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
-from .planning import PlanningTask, agreed_task, best_plans, states_in_passing
+from .planning import (
+    BucketPlans,
+    PlanningTask,
+    ShapeBucket,
+    agreed_task,
+    best_plans,
+    states_in_passing,
+)
 from .profile import Prediction
 from .record.recorder import batch_shape
-from .retry import Retry
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
@@ -528,7 +533,7 @@ class Planner:
             self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, once more if they run out of memory (module `retry`).
+        """Run forward and backward of a micro-batch, again if memory runs out (`oom_guard`).
 
         A forward is retried wherever it is called; a backward only in here.
 

@@ -10,20 +10,43 @@ Three numberings meet here:
   ``first_order`` to ``last_order``, so that every use belongs to one op event.
 * **operators**: autograd nodes in order of creation, from 0 at the start of the forward; the unit of windows.
 * **backward place**: number of the op event in the order in which backward reaches them, from 0.
+
+Finds where in a step without a plan the storages of a profile are made, read and freed.
+
+A storage is made in the op event of its first use. Forward needs it until the op event of its last use; an
+argument of a module until the module's end, because its caller holds it. Backward frees it after the last
+place that reads it, or at the end of backward if that never visits the op event that saved it. What is not
+saved (a result that only the next op reads) is part of an op event's base bytes.
+
+The recorder subtracts the bytes that are on the device by this rule from the measured peaks, which gives the
+base bytes of op events. The simulator adds them again.
+
+Writes and reads profiles as JSON, so that a plan can be made on another machine.
+
+A profile of a large model has thousands of uses and op events, so the document is compact: calls of ops are
+in one table, and everything else names them by number; uses and op events are rows of values in a fixed
+order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from annotated_types import Ge
+from pydantic import AfterValidator, GetCoreSchemaHandler, GetPydanticSchema, PlainValidator
+from pydantic_core import CoreSchema, core_schema
 
-from ..config.documents import Bytes, Count, Ms, Share
-from ..config.validation import Expected
+from ..config.documents import Bytes, Count, JsonDocument, Ms, Share, form_of
+from ..config.validation import Expected, rejected, show
 from ..engine.link import Link
-from ..plan.actions import LayerCount
-from ..plan.saved_bytes import OpCall, SavedBytes
+from ..errors import PlanError
+from ..plan.actions import LayerCount, Scope, scope_type
+from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +295,263 @@ class Prediction:
     recomputed_bytes: int
     host_bytes: int
     peak_gradient_bytes: int = 0
+
+
+class PlacedEvent(Protocol):
+    """The attributes of an `OpEvent` that are read here; rows of a step under recording have them too."""
+
+    @property
+    def call(self) -> OpCall:
+        """Scope, op path and ordinal, as plan rows name them."""
+
+    @property
+    def last_order(self) -> int:
+        """The order of the last use that belongs to it."""
+
+    @property
+    def backward_place(self) -> int:
+        """Its number in the order of backward; -1 where backward does not visit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLifetime:
+    """When one storage of a profile is made, used and freed; op events are given by number.
+
+    Args:
+        size_bytes: size of the storage.
+        birth: op event of its first use.
+        made_in: op event that makes it; -1: none of those that use it.
+        forward_end: last op event of forward that needs it.
+        op_events: the op event of each of its uses, in their order.
+        last_place: last place of backward that reads it without a policy; -1: nothing saves it, and it is
+            part of the base bytes.
+    """
+
+    size_bytes: int
+    birth: int
+    made_in: int
+    forward_end: int
+    op_events: tuple[int, ...]
+    last_place: int
+
+
+class Places:
+    """The op events in the order of backward; the number of one in this order is its place.
+
+    Args:
+        op_events: the op events in the order of forward.
+    """
+
+    def __init__(self, op_events: Sequence[PlacedEvent]) -> None:
+        reached = [number for number, op_event in enumerate(op_events) if op_event.backward_place >= 0]
+        self.order = sorted(reached, key=lambda number: op_events[number].backward_place)
+        self.of_event = [-1] * len(op_events)
+        for place, number in enumerate(self.order):
+            self.of_event[number] = place
+        self.last = len(self.order) - 1
+
+    def of_reader(self, op_event: int) -> int:
+        """Return the place that reads what ``op_event`` saved; the last one if backward never visits it."""
+        place = self.of_event[op_event]
+        return self.last if place < 0 else place
+
+
+def lifetimes(
+    saved: SavedBytes, op_events: Sequence[PlacedEvent], places: Places
+) -> tuple[StorageLifetime, ...]:
+    """Return the lifetime of each storage.
+
+    Args:
+        saved: the storages and their uses.
+        op_events: the op events of the step, in the order of forward.
+        places: the places of these op events.
+    """
+    last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
+    module_ends: dict[tuple[object, str], int] = {}
+    for number, op_event in enumerate(op_events):
+        scope, path, _ = op_event.call
+        module_ends[scope, path] = module_ends[scope, ""] = number
+        while path := path.rpartition(".")[0]:
+            module_ends[scope, path] = number
+    found = []
+    for storage in saved.storages:
+        at = tuple(event_of(last_orders, use.order) for use in storage.uses)
+        last, end = -1, max(at)
+        for use, event_number in zip(storage.uses, at, strict=True):
+            scope, path, _ = use.at
+            if use.kind == "saved":
+                last = max(last, places.of_reader(event_number))
+            elif use.kind == "module" and scope is not None:
+                end = max(end, module_ends.get((scope, path), 0))
+        made_in = min(at) if storage.uses[0].kind in ("returned", "saved") else -1
+        found.append(StorageLifetime(storage.size_bytes, min(at), made_in, end, at, last))
+    return tuple(found)
+
+
+def event_of(last_orders: Sequence[int], order: int) -> int:
+    """Return the number of the op event to which a use belongs.
+
+    Args:
+        last_orders: `OpEvent.last_order` of each op event, or of the one before if it has no uses.
+        order: order of the use.
+    """
+    return min(bisect_right(last_orders, order - 1), len(last_orders) - 1)
+
+
+def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[list[int], list[int]]:
+    """Return the bytes of saved storages on the device while each op event runs: in forward, and in backward.
+
+    Args:
+        known: what `profile` returned.
+        places: places of the op events. If backward does not visit one, its second number is 0.
+    """
+    born, gone_after = [0] * len(places.of_event), [0] * (places.last + 2)
+    for lifetime in known:
+        if lifetime.last_place >= 0:
+            born[lifetime.birth] += lifetime.size_bytes
+            gone_after[lifetime.last_place] += lifetime.size_bytes
+    there = list(accumulate(reversed(gone_after)))[::-1]  # the last item is 0; place -1 reads it
+    return list(accumulate(born)), [there[place] for place in places.of_event]
+
+
+FORMAT = "hf_actswap.profile"
+FORMAT_VERSION = 2
+
+_KINDS = get_args(UseKind)
+_OP_EVENT = tuple(field.name for field in fields(OpEvent))
+_USE = tuple(field.name for field in fields(Use))
+_POINT = tuple(field.name for field in fields(FrontierPoint))
+_PLAIN = (
+    *("num_layers", "family", "device", "device_bytes", "outside_ms", "outside_base_bytes"),
+    *("optimizer_state_bytes", "reserved_bytes", "signature", "source"),
+)
+"""Fields of `Profile` that stand in the document as they are."""
+
+
+def profile_to_json(profile: Profile) -> str:
+    """Return the profile as JSON; `profile_from_json` reads it back, equal."""
+    calls: dict[OpCall, int] = {}
+
+    def number(call: OpCall) -> int:
+        return calls.setdefault(call, len(calls))
+
+    def use_row(use: Use) -> list[Any]:
+        row = {name: getattr(use, name) for name in _USE}
+        row.update(kind=_KINDS.index(use.kind), at=number(use.at), producer=number(use.producer))
+        return list(row.values())
+
+    def event_row(op_event: OpEvent) -> list[Any]:
+        row = {name: getattr(op_event, name) for name in _OP_EVENT}
+        row.update(
+            call=number(op_event.call), communicates=int(op_event.communicates), random=int(op_event.random)
+        )
+        return list(row.values())
+
+    document: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    document.update({name: getattr(profile, name) for name in _PLAIN})
+    document["batch_shape"] = list(profile.batch_shape)
+    document["compiled_layers"] = sorted(profile.compiled_layers)
+    document["link"] = None if profile.link is None else asdict(profile.link)
+    document["op_event_columns"], document["use_columns"] = list(_OP_EVENT), list(_USE)
+    if profile.frontier:
+        document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
+    if profile.weight_bytes:
+        document["weight_bytes"] = profile.weight_bytes
+    if profile.gradient_bytes:
+        document["gradient_bytes"] = list(profile.gradient_bytes)
+    if profile.hooks:
+        document["hooks"] = [list(hook) for hook in profile.hooks]
+    document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
+    document["op_events"] = [event_row(op_event) for op_event in profile.op_events]
+    document["storages"] = [
+        [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
+    ]
+    document["calls"] = [list(call) for call in calls]
+    lines = [f"{json.dumps(key)}:{_text(value)}" for key, value in document.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def profile_from_json(text: str, source: str = "") -> Profile:
+    """Read a profile back.
+
+    Args:
+        text: text of the document.
+        source: name of its file, for error messages.
+
+    Raises:
+        PlanError: the text is no profile, has another format, or is malformed; the error names every fault
+            (if there are very many, the first ones).
+    """
+    return profile_from_document(JsonDocument(text, "profile", PlanError, source))
+
+
+def profile_from_document(document: JsonDocument) -> Profile:
+    """Return the profile in a document that may hold other sections too; raise one error for all faults."""
+    document.check_format(FORMAT, FORMAT_VERSION)
+    for name, columns in (("op_event_columns", _OP_EVENT), ("use_columns", _USE)):
+        found = document.content.get(name)
+        if found != list(columns):
+            document.fault((name,), f"the columns {', '.join(columns)}", found)
+    num_layers = document.read(LayerCount, "num_layers")
+    document.finish()
+    scope = {Scope | None: scope_type(num_layers, optional=True)}
+    calls = document.read(tuple[OpCall, ...], "calls", scope)
+    document.finish()
+    types = {
+        **scope,
+        OpCall: _numbered(calls, "a number of a call"),
+        UseKind: _numbered(_KINDS, f"a number of {', '.join(_KINDS)}"),
+        bool: _numbered((False, True), "0 or 1"),
+    }
+    rows = (OpEvent, Use, FrontierPoint)
+    types[SavedStorage] = _storage(form_of(Bytes), form_of(Use, types, rows))
+    storages = document.read(tuple[SavedStorage, ...], "storages", types)
+    modules = document.read(tuple[frozenset[str], ...], "modules")
+    values = document.fields(Profile, without=["saved"], types=types, rows=rows)
+    document.finish()
+    _check_order(document, values["op_events"])
+    profile = Profile(SavedBytes(storages, dict(enumerate(modules))), **values)
+    if len(profile.saved.modules) != num_layers:
+        document.fault(("modules",), f"{num_layers} lists, one a layer", document.content["modules"])
+    document.finish()
+    return profile
+
+
+def _numbered(table: Sequence[Any], expected: str) -> Any:
+    """Return the type of values that the document gives by their number in ``table``."""
+
+    def item(value: Any) -> Any:
+        if isinstance(value, int) and 0 <= value < len(table):
+            return table[value]
+        raise rejected(value, ((), expected, show(value), ""))
+
+    return Annotated[Any, PlainValidator(item)]
+
+
+def _storage(size_bytes: Any, use: Any) -> Any:
+    """Return the type of a storage: its size and its uses stand in one list."""
+
+    def row(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        items = [handler.generate_schema(size_bytes), handler.generate_schema(use)]
+        return core_schema.tuple_schema(items, variadic_item_index=1)
+
+    made = AfterValidator(lambda items: SavedStorage(items[0], items[1:]))
+    return Annotated[Any, GetPydanticSchema(row), Expected("a number of bytes, and uses"), made]
+
+
+def _text(value: Any) -> str:
+    """Return ``value`` as JSON; a table has each row on its own line."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in value) + "\n]"
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _check_order(document: JsonDocument, op_events: Sequence[OpEvent]) -> None:
+    """Report op events that do not follow each other without gaps, in uses and in operators."""
+    order, op = 1, 0
+    for index, op_event in enumerate(op_events):
+        for name, expected in (("first_order", order), ("first_op", op)):
+            found = getattr(op_event, name)
+            if found != expected:
+                document.fault(("op_events", index, name), str(expected), found)
+        order, op = max(op_event.first_order, op_event.last_order + 1), op_event.first_op + op_event.num_ops

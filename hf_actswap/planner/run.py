@@ -11,11 +11,10 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
-from ..engine.evictable import EvictableTensors
 from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats
-from ..engine.swapped_storages import PackHandler
+from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
 from ..interrupts import uninterrupted
@@ -26,8 +25,12 @@ from .budget import BudgetError, impossible
 from .meter import Meter
 from .oom_guard import OomGuard, guard_compiled
 from .plan_file import MeasuredStep
-from .states.optimizer_states import OptimizerStates
-from .states.streamed_step import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
+from .states.optimizer_states import (
+    OptimizerStates,
+    expected_state_bytes,
+    inner_optimizer,
+    state_bytes_beside_weights,
+)
 
 ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""

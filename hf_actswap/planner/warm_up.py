@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ..engine.agreement import from_all_ranks
-from ..engine.autograd_state import pop_leaked_hooks
 from ..engine.hook_wrappers import Undo, wrap_call
 from ..engine.link import Link
+from ..engine.replay import pop_leaked_hooks
 from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope

@@ -6,9 +6,8 @@ Out: text, bars, one HTML page and pictures (`write_report`).
 
 from __future__ import annotations
 
-from .console import BytesBar, PinningBar, PlannerBar, console_logging
-from .plan_table import plan_summary, plan_table
-from .saving import Saving, saving_of
+from .console import BytesBar, PinningBar, PlannerBar, console_logging, plan_summary, plan_table
+from .run_files import Saving, saving_of
 
 __all__ = [
     "BytesBar",

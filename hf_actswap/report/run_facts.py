@@ -10,8 +10,7 @@ from typing import Any
 from ..errors import Problem
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction
-from .run_files import PLAN, PROFILE, LoggedStep, RecordedRun, RecordedTrial, ReportError
-from .saving import Saving
+from .run_files import PLAN, PROFILE, LoggedStep, RecordedRun, RecordedTrial, ReportError, Saving
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any
 from ..errors import Problem
 from ..plan.actions import format_scopes
 from ..planner.profile import Prediction
-from .chart import COLOURS, Chart
+from .console import folded_rows
 from .pictures import (
+    COLOURS,
+    Chart,
     bytes_chart,
     loss_chart,
     measured_curve,
@@ -30,7 +32,6 @@ from .pictures import (
     timeline_chart,
     with_loss,
 )
-from .plan_table import folded_rows
 from .run_facts import ComparedQuantity, RunFacts, ms_text, prediction_of, run_facts, size_text
 from .run_files import RecordedRun, ReportError, RunDescription, read_run
 

@@ -1,6 +1,6 @@
 """Predicts streamed steps, and chooses how many layers of a chunk are kept within a device memory budget.
 
-One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`predictions`).
+One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`host_sequence`).
 ``plan --longest`` uses the prediction, and so does ``memory.mode: adaptive``, at the first training call of a
 model.
 """
@@ -33,8 +33,12 @@ from ..planner.meter import AllocatorMeter, CountingMeter, Meter, device_name
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.devices import device_rates, known_device_or_default
 from ..planner.record.shapes import profile_from_shapes
-from ..planner.states.streamed_step import expected_state_bytes, inner_optimizer, state_bytes_beside_weights
-from .predictions import (
+from ..planner.states.optimizer_states import (
+    expected_state_bytes,
+    inner_optimizer,
+    state_bytes_beside_weights,
+)
+from .host_sequence import (
     TOKEN_BYTES,
     PassWork,
     chunk_bounds,

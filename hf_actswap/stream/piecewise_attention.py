@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import torch
 
-from ..engine.pieces import product
+from ..engine.tiled_calls import product
 
 _SCORES = 2**25
 """Elements of a block of scores, at most: 128 MiB in fp32."""

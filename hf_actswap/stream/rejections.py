@@ -68,7 +68,7 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
 def _problems_of_chunk(root: nn.Module, structure: ModelStructure) -> list[Problem]:
     """Return what a chunk on fake tensors asks of attention that it cannot do: sinks, biases, another mask.
 
-    What else fails on fake tensors shows nothing: the check of the first call (`first_check`) tells.
+    What else fails on fake tensors shows nothing: the check of the first call (`two_passes`) tells.
     """
     layers = [root.get_submodule(layer.module_path) for layer in structure.all_layers]
     try:

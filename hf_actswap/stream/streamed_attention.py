@@ -35,9 +35,8 @@ from ..engine.host_pool import HostPool, PageableSlabs
 from ..engine.stats import Counters
 from ..engine.transfer import BlockingTransfer
 from ..errors import PlanError, Problem
-from .host_sequence import HostSequence
+from .host_sequence import AttentionShapes, HostSequence, chunk_bounds, first_visible_chunk, stored_positions
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
-from .predictions import AttentionShapes, chunk_bounds, first_visible_chunk, stored_positions
 
 _NAME = "hf_actswap_streamed"
 """Name under which the attention is registered with `transformers`."""

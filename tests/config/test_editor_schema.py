@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_actswap.config.editor_schema import SCHEMA_FILE, editor_schema, schema_text
 from hf_actswap.config.keys import KEYS_OF_SECTIONS, OUR_SECTIONS, SETTINGS
 from tests.docs.pages import script
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "# yaml-language-server: $schema="
 FILES = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/*.yaml")])
-MAKE = script("make_configuration")
+MAKE, SCHEMA = script("make_configuration"), script("make_schema")
+editor_schema = SCHEMA.editor_schema
 TYPES = {
     "object": dict,
     "array": list,
@@ -62,8 +62,8 @@ def faults(schema: Any, value: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_file_is_what_the_command_writes() -> None:
-    written = SCHEMA_FILE.read_text(encoding="utf-8")
-    assert written == schema_text(), "run: python -m hf_actswap.config.editor_schema"
+    written = SCHEMA.SCHEMA_FILE.read_text(encoding="utf-8")
+    assert written == SCHEMA.schema_text(), "run: python docs/make_schema.py"
     assert json.loads(written) == editor_schema()
 
 
@@ -106,5 +106,5 @@ def test_mistakes_are_seen(document: dict[str, Any], fault: str) -> None:
 def test_every_file_names_the_schema_and_is_valid(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     first = text.partition("\n")[0]
-    assert (path.parent / first.removeprefix(MARK)).resolve() == SCHEMA_FILE
+    assert (path.parent / first.removeprefix(MARK)).resolve() == SCHEMA.SCHEMA_FILE
     assert list(faults(editor_schema(), yaml.safe_load(text))) == []

@@ -32,8 +32,7 @@ from hf_actswap.engine import (
     StaleTensorError,
     host_budget,
 )
-from hf_actswap.engine.frozen_weights import LAYERS_AHEAD
-from hf_actswap.engine.layer_weights import LayerWeights
+from hf_actswap.engine.frozen_weights import LAYERS_AHEAD, LayerWeights
 from hf_actswap.plan import Tile, model_structure
 from hf_actswap.plan.model_structure import unwrapped
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine

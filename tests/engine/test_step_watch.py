@@ -185,7 +185,7 @@ def test_watching_changes_no_number_and_leaves_nothing(kind: str) -> None:
         watch.close()
         watch.close()
         found = gradients(model)
-        assert not applied.evictable
+        assert not applied.runtime.evictable
         place = applied._engine.runtime
         assert place.watched(place.context) is place.context  # the next forward is as any other
         assert not isinstance(place.context.transfer, WatchedTransfer)

@@ -38,7 +38,7 @@ from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structur
 from hf_actswap.config import TileTokens
 from hf_actswap.engine import ChunkedLogits
 from hf_actswap.engine.chunked_logits import NOT_CALLED, auto_tokens, chunk_head
-from hf_actswap.engine.pieces import add_product
+from hf_actswap.engine.tiled_calls import add_product
 from hf_actswap.plan import Tile
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import CASES, gradients, tiny_llama

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap.parallel import tensor_parallel_group
-from hf_actswap.parallel.random_streams import rank_stream
+from hf_actswap.parallel.block_hooks import rank_stream
 from tests.processes import run_cases
 
 WORLD_SIZE = 4

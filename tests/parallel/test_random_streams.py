@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap.parallel.random_streams import model_parallel_seed, rank_stream
+from hf_actswap.parallel.block_hooks import model_parallel_seed, rank_stream
 from tests.parallel.random_streams_worker import SEED, WORLD_SIZE, draw, run_on_rank
 from tests.processes import launched, of_ranks, result
 

@@ -29,9 +29,9 @@ from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.apply import apply_plan
 from hf_actswap.config.schema import PipelineSchedule
 from hf_actswap.engine import PageableSlabs, Resources, host_budget
-from hf_actswap.engine.passes import Pass, PassOrder, Point
+from hf_actswap.engine.schedule import Pass, PassOrder, Point
 from hf_actswap.pipeline import PipelineRuntime, StagedModel, check_cut
-from hf_actswap.pipeline.shared_state import StageGradients, whole_state
+from hf_actswap.pipeline.runtime import StageGradients, whole_state
 from hf_actswap.plan import build_layout
 from tests.engine.simulated_transfer import Clock
 from tests.pipeline.test_swap_over_passes import CountingTransfer

@@ -26,9 +26,9 @@ from hf_actswap.engine import (
     StreamTransfer,
     Transfer,
     host_budget,
-    passes,
+    schedule,
 )
-from hf_actswap.engine.passes import Pass, PassOrder, Point
+from hf_actswap.engine.schedule import Pass, PassOrder, Point
 from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.pipeline.runtime import order_of_passes, schedule_class
@@ -332,7 +332,7 @@ def test_a_copy_back_before_the_release_is_found(monkeypatch: pytest.MonkeyPatch
     fetch = SwapGroup.fetch
     add = PassOrder._add
 
-    def add_swapped(order: PassOrder, point: Point, reference: passes.Swapped, is_release: bool) -> None:
+    def add_swapped(order: PassOrder, point: Point, reference: schedule.Swapped, is_release: bool) -> None:
         add(order, point, reference, not is_release)
 
     order = one_f_one_b(0)

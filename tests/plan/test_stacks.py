@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.report.plan_table import plan_table
+from hf_actswap.report.console import plan_table
 from tests.quick_cases import quick_first
 
 IDS = torch.randint(3, 58, (2, 12), generator=torch.Generator().manual_seed(1))

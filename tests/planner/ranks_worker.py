@@ -23,7 +23,7 @@ from hf_actswap import apply
 from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.planner import BudgetError, Planner, bucket_plans, phases
+from hf_actswap.planner import BudgetError, Planner, phases, planning
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
 from tests.planner.simulated_device import on_device
@@ -207,11 +207,11 @@ def lengths_that_take_turns(steps: int = 16) -> Results:
 @contextmanager
 def least_gain(share: float) -> Iterator[None]:
     """Plans of smaller batches must be faster by ``share``."""
-    before, bucket_plans.LEAST_GAIN = bucket_plans.LEAST_GAIN, share
+    before, planning.LEAST_GAIN = planning.LEAST_GAIN, share
     try:
         yield
     finally:
-        bucket_plans.LEAST_GAIN = before
+        planning.LEAST_GAIN = before
 
 
 def no_budget_is_enough() -> Results:

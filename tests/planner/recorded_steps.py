@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_actswap import model_structure
 from hf_actswap.planner import CountingMeter, Profile, StepRecorder
-from hf_actswap.planner.record.lifetimes import Places, lifetimes, saved_on_device
+from hf_actswap.planner.profile import Places, lifetimes, saved_on_device
 from tests.engine.tiny_models import batch, tiny, tiny_llama, tiny_neox
 
 

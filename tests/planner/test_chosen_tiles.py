@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.planner import BudgetError, Planner, phases, retry
+from hf_actswap.planner import BudgetError, Planner, oom_guard, phases
 from hf_actswap.planner.plan_file import Trial
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, on_device, train
@@ -97,7 +97,7 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on_in_tiles(
 def test_of_several_ranks_none_tiles_alone_and_the_error_says_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry, "world_size", lambda: 2)
+    monkeypatch.setattr(oom_guard, "world_size", lambda: 2)
     model = wordy().train()
     ids = torch.zeros(SHAPE, dtype=torch.long)
     with on_device(model, 21_000_000) as device:
@@ -114,7 +114,7 @@ def test_several_ranks_choose_tiles_ahead_of_a_first_forward_that_no_plan_fits(
     unplanned: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On real ranks: `test_ranks.test_tiles_are_chosen_on_all_ranks`."""
-    for module in (phases, retry):
+    for module in (phases, oom_guard):
         monkeypatch.setattr(module, "world_size", lambda: 2)
     torch.manual_seed(0)
     model = wordy().train()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_actswap.engine import EvictableTensors, HostPool, PageableSlabs, StaleTensorError
-from hf_actswap.engine.evictable import EvictableTicket
+from hf_actswap.engine.swapped_storages import EvictableTicket
 from hf_actswap.engine.tickets import restore
 
 CPU = torch.device("cpu")

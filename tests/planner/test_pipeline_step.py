@@ -8,7 +8,7 @@ import pytest
 
 from hf_actswap.config.schema import PipelineSchedule
 from hf_actswap.engine import Link
-from hf_actswap.engine.passes import Pass
+from hf_actswap.engine.schedule import Pass
 from hf_actswap.pipeline.runtime import bubble_share, order_of_passes, passes_in_flight
 from hf_actswap.planner.cost.pipeline_step import OPS, Moving, StageRun, StageWork, run_step
 

@@ -16,7 +16,7 @@ from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan import MemoryPlan
-from hf_actswap.planner import CountingMeter, Profile, bucket_plans, phases, profile_from_shapes
+from hf_actswap.planner import CountingMeter, Profile, phases, planning, profile_from_shapes
 from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
@@ -230,7 +230,7 @@ def assert_same_training(found: Trained, plain: Trained) -> None:
 @pytest.fixture
 def every_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are measured on a busy machine: no test asks how large a gain is."""
-    monkeypatch.setattr(bucket_plans, "LEAST_GAIN", 0)
+    monkeypatch.setattr(planning, "LEAST_GAIN", 0)
 
 
 @pytest.mark.slow

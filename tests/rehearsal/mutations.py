@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hf_actswap.engine import evictable, host_pool, layer_weights, tickets, transfer
+from hf_actswap.engine import frozen_weights, host_pool, swapped_storages, tickets, transfer
 from hf_actswap.planner.states import state_storages
 from hf_actswap.stream import host_sequence
 
@@ -54,7 +54,7 @@ class Mutation:
 
 _Copies, _Copy = transfer.StreamTransfer, transfer._StreamCopy
 _Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
-_Weights = layer_weights.LayerWeights
+_Weights = frozen_weights.LayerWeights
 _AFTER_COMPUTE = "wait_event(self._events.recorded_on(compute).event)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
 _STATES_WAIT = "self._wait()"
@@ -200,7 +200,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an eviction writes host memory that is read",
-        evictable.EvictableStorage,
+        swapped_storages.EvictableStorage,
         "_new_host",
         "host.last_use.synchronize()",
         "pass",

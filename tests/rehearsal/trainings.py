@@ -28,8 +28,8 @@ from hf_actswap.engine import (
     Resources,
     StreamTransfer,
 )
-from hf_actswap.engine.layer_weights import LayerWeights
-from hf_actswap.engine.passes import Pass, PassOrder
+from hf_actswap.engine.frozen_weights import LayerWeights
+from hf_actswap.engine.schedule import Pass, PassOrder
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
 from hf_actswap.plan import PlanRow, Windows, model_structure

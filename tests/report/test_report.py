@@ -15,8 +15,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from hf_actswap.report.chart import COLOURS, Chart
 from hf_actswap.report.pictures import (
+    COLOURS,
+    Chart,
     bytes_chart,
     loss_chart,
     measured_curve,
@@ -27,8 +28,7 @@ from hf_actswap.report.pictures import (
     with_loss,
 )
 from hf_actswap.report.run_facts import ms_text, run_facts, size_text
-from hf_actswap.report.run_files import ReportError, read_run
-from hf_actswap.report.saving import COUNTED, Saving
+from hf_actswap.report.run_files import COUNTED, ReportError, Saving, read_run
 from hf_actswap.report.write_report import NARROW_PX, WIDE_PX, write_report
 from tests.engine.tiny_models import NUM_LAYERS, plan_of, swap_rows
 

@@ -96,7 +96,7 @@ def test_a_step_that_fails_under_watch_leaves_nothing(tmp_path: Path, at: int) -
             one_step(model)
         record.close()
         one_step(model)
-        assert not applied.evictable
+        assert not applied.runtime.evictable
     assert not _get_current_dispatch_mode_stack()
     run = read_run(tmp_path)
     assert (run.timeline is None) == (at == TIMED_STEP)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_actswap.engine import AppliedPlan
-from hf_actswap.engine.cached_traces import CachedTrace, CachedTraces, Segment
+from hf_actswap.engine.forward_pass import CachedTrace, CachedTraces, Segment
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     batch,

@@ -18,9 +18,15 @@ from hf_actswap.engine.host_pool import Blocks
 from hf_actswap.engine.stats import Counters
 from hf_actswap.plan import model_structure
 from hf_actswap.stream import streamed_attention, traced
-from hf_actswap.stream.host_sequence import HostSequence
+from hf_actswap.stream.host_sequence import (
+    AttentionShapes,
+    HostSequence,
+    chunk_bounds,
+    host_bytes,
+    longest_on_host,
+    passes,
+)
 from hf_actswap.stream.piecewise_attention import Visibility, attend, attend_backward
-from hf_actswap.stream.predictions import AttentionShapes, chunk_bounds, host_bytes, longest_on_host, passes
 from hf_actswap.stream.two_passes import auto_tokens
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.planner import BudgetError, CountingMeter
-from hf_actswap.stream.predictions import TOKEN_BYTES
+from hf_actswap.stream.host_sequence import TOKEN_BYTES
 from tests.stream.streamed_models import SIZES, STREAMED, gradients, made
 from tests.stream.test_host_sequence import DeviceMeter
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actswap.stream import piecewise_attention
+from hf_actswap.stream.host_sequence import AttentionShapes, passes
 from hf_actswap.stream.piecewise_attention import Scores, Visibility, attend, attend_backward, merge
-from hf_actswap.stream.predictions import AttentionShapes, passes
 
 KEYS = 40
 CASES: dict[str, tuple[Visibility, float | None, tuple[int, int], tuple[int, int]]] = {

@@ -4,7 +4,7 @@ A pass is a forward or a backward of one micro-batch on one chunk of layers. It 
 and its input is there: a forward after that of the chunk before, a backward after that of the chunk behind.
 What stages send each other takes no time. A stage's forward, and its backward, has `OPS` operators of equal
 length; several chunks of a stage are equal parts of it. Swapped storages move as in the engine: by its own
-order of passes and queues (`engine.passes`, `engine.schedule`), on a link whose directions slow each other
+order of passes and queues (`engine.schedule`, `engine.schedule`), on a link whose directions slow each other
 down, also while the stage waits for others.
 """
 
@@ -19,8 +19,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...engine.link import DuplexLink, Lane, Link
-from ...engine.passes import CrossingReleases, Pass, PassOrder
-from ...engine.schedule import PrefetchOrder, PrefetchRequest
+from ...engine.schedule import CrossingReleases, Pass, PassOrder, PrefetchOrder, PrefetchRequest
 from ...plan.actions import MemoryPlan, Windows
 from ..profile import CopyTimes, MemoryPoint, Profile
 from .simulate import Simulator, outside
@@ -29,7 +28,7 @@ OPS = 400
 """Operators of a stage's forward, and of its backward."""
 
 LONGEST = Windows.of_prefetch(10 * OPS)
-"""Windows that reach as far as the order of the passes lets them (`engine.passes.REACH`)."""
+"""Windows that reach as far as the order of the passes lets them (`engine.schedule.REACH`)."""
 
 _INSTANT = Link(1e15, 1e15, 1e15, 1e15, 0.0)
 

@@ -28,11 +28,10 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ...engine.windows import Timeline
-from ...plan.actions import MemoryPlan, Scope, Windows
+from ...plan.actions import MemoryPlan, Scope
 from ...plan.model_structure import is_below
 from ...plan.saved_bytes import OpCall, RecomputedModules, TicketUse, Use, ticket_uses
-from ..profile import Profile
-from ..record.lifetimes import Places, lifetimes
+from ..profile import Places, Profile, lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,6 @@ class CopyOut:
         size_bytes: bytes that are copied.
         order, op_event, op: order, op event and operator of the use at which it starts.
         at_end: whether the op event has run by then.
-        windows: release and prefetch; ``None``: to be chosen by measurement.
     """
 
     number: int
@@ -217,7 +215,6 @@ class CopyOut:
     op_event: int
     op: int
     at_end: bool
-    windows: Windows | None
 
 
 class TicketRules:
@@ -277,7 +274,6 @@ class TicketRules:
             op_event=op_event,
             op=self._order.use_op(use, op_event),
             at_end=use.kind == "returned" or (use.kind == "saved" and made_in == op_event),
-            windows=None if swap.row is None else swap.row.windows,
         )
 
 

@@ -35,7 +35,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from ...engine.autograd_state import (
+from ...engine.hook_wrappers import compiled_wrapper, wrap_call
+from ...engine.link import Link
+from ...engine.owners import inner_tensors
+from ...engine.replay import (
     function_mode_is_innermost,
     next_node_number,
     packing_node_number,
@@ -43,9 +46,6 @@ from ...engine.autograd_state import (
     running_backward,
     running_node_number,
 )
-from ...engine.hook_wrappers import compiled_wrapper, wrap_call
-from ...engine.link import Link
-from ...engine.owners import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
 from ...engine.transfer import Stamp, Transfer
 from ...interrupts import uninterrupted
@@ -55,8 +55,7 @@ from ...plan.op_facts import RANDOM_FUNCTIONS, computes, is_collective, is_commu
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ...plan.wrappers import is_compiled
 from ..meter import Meter, runs_its_own_dispatch
-from ..profile import OpEvent, Profile
-from .lifetimes import Places, lifetimes, saved_on_device
+from ..profile import OpEvent, Places, Profile, lifetimes, saved_on_device
 
 
 class Clock(Protocol):

@@ -3,33 +3,144 @@
 1. The step is cut into segments; equal layers share one graph (`layer_graph`).
 2. For each kind of layer, the options that can be part of a best plan are listed (`layer_options`).
 3. A mixed-integer program over the whole step chooses one option for each layer (`layer_milp`).
-4. Windows are chosen for what is swapped, and the plan's rows are written (`planned_rows`).
+4. Windows are chosen for what is swapped, and the plan's rows are written.
 5. The step is simulated under the plan (`simulate`). If its peak is above the budget, or far below, the
    program gets a smaller or larger budget, and 3 to 5 run again. The best simulated plan wins.
 
 The same input gives the same plan on every rank: the result depends on no clock and no random number.
+
+Turns the chosen options into a plan: the fewest rows that say the same, with windows.
+
+Windows say when swapped tensors move: device memory is released as soon as the copy out has ended, and copies
+back start as late as possible. The simulation of the plan without windows says when hooks come, and
+`engine.windows` chooses from that. What is swapped is decided already, so copies that the link cannot bring
+back in time start when backward begins.
+
+Searches for the plans of a pipeline: one for each stage, within one budget for each device.
+
+Each stage is searched as any model is (`find_plan`), with four differences. All micro-batches in flight hold
+what is kept. They share host memory equally. Swapped tensors of other micro-batches are on the device as far
+as windows reach (`engine.schedule.REACH`). If passes of other micro-batches run between a forward and its
+backward, a copy has a whole cycle of the slowest stage (a forward and a backward) instead of its own pass; so
+the link is assumed to be that much faster.
+
+Then the step is simulated (`cost.pipeline_step`). A stage whose peak is above the budget, or far below, gets
+a smaller or larger budget. If a stage waits for copies and is slower than the others, its link is assumed to
+be slower. Then these stages are searched again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...engine.link import Link
+from ...engine.schedule import REACH
 from ...engine.stats import gib_text
 from ...errors import Problem
-from ...plan.actions import MemoryPlan
+from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.model_structure import OUTPUT
+from ...plan.saved_bytes import OpCall
 from ...plan.settle import keep_what_costs
 from ..budget import BudgetError
 from ..cost.compiled_shares import compile_points_of, offered_points
+from ..cost.pipeline_step import LONGEST, Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..cost.simulate import Simulator
-from ..profile import CompileVariant, Limits, Prediction, Profile
-from .layer_graph import effective_min_bytes, segments_of
+from ..profile import CompileVariant, FrontierPoint, Limits, Prediction, Profile
+from .layer_graph import KEEP, RECOMPUTE, SWAP, Segment, effective_min_bytes, segments_of
 from .layer_milp import Caps, Solution, solve
 from .layer_options import LinkRate, Option, as_chosen, need_scipy, options_of
-from .planned_rows import Choice, plan_of
+
+_FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen option of each segment.
+
+    Args:
+        segments: the segments in the order of forward, after `layer_options.as_chosen`.
+        options: the option of each segment.
+    """
+
+    segments: tuple[Segment, ...]
+    options: tuple[Option, ...]
+
+
+def plan_of(
+    choice: Choice, fixed: MemoryPlan, windows: Mapping[OpCall, Sequence[Windows]], min_tensor_bytes: int
+) -> MemoryPlan:
+    """Return a plan with the rows of ``fixed`` and those that follow from ``choice``.
+
+    Args:
+        choice: the chosen options.
+        fixed: the fates written by hand; the other fields of this plan are carried over.
+        windows: windows of swapped tensors, by the call that makes them.
+        min_tensor_bytes: smaller tensors are not swapped under the plan.
+    """
+    rows: list[PlanRow] = []
+    for segment, option in zip(choice.segments, choice.options, strict=True):
+        rows += _rows(segment, option, windows)
+    order = {row: number for number, row in enumerate(rows)}
+    rows.sort(key=lambda row: (_place(row.scope, fixed.num_layers), order[row]))
+    return replace(fixed, rows=(*fixed.rows, *rows), min_tensor_bytes=min_tensor_bytes)
+
+
+def _place(scope: Scope, num_layers: int) -> int:
+    return scope if isinstance(scope, int) else -1 if scope == "embedding" else num_layers
+
+
+def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Windows]]) -> list[PlanRow]:
+    rows: list[PlanRow] = []
+    by_path: dict[tuple[Scope, str], list[tuple[OpCall, str, bool]]] = {}
+    for call, maker, fate in zip(segment.graph.calls, segment.makers, option.fates, strict=True):
+        scope, path, _ = maker
+        free = len(call.fates) > 1
+        if scope is not None and (not option.whole or call.from_before):
+            by_path.setdefault((scope, path), []).append((maker, fate, free))
+    if option.whole and isinstance(segment.layer, int):
+        rows.append(PlanRow(segment.layer, "", "recompute"))
+    for (scope, path), calls in by_path.items():
+        free_calls = [(maker, fate) for maker, fate, free in calls if free]
+        fates = {fate for _, fate in free_calls}
+        if not free_calls or fates == {KEEP}:
+            continue
+        if len(fates) == 1 and len(free_calls) == len(calls):
+            found = [window for maker, _ in free_calls for window in windows.get(maker, ())]
+            rows.append(PlanRow(scope, path, _FATES[fates.pop()], windows=widest(found)))
+        else:
+            rows += [
+                PlanRow(scope, path, _FATES[fate], maker[2], widest(windows.get(maker, ())))
+                for maker, fate in free_calls
+                if fate != KEEP
+            ]
+    if any(row.op_path == "" and row.fate == "swap" for row in rows):  # the hidden state has its own fate
+        rows.append(PlanRow(segment.layer, OUTPUT, "keep"))
+    return rows if option.point is None else _with_compiler_rows(rows, segment.layer, option.point)
+
+
+def _with_compiler_rows(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
+    """Return the rows of a compiled layer with those added that tell the compiler what to save."""
+    given: list[PlanRow] = []
+    if point.share < 1:
+        parameters = {COMPILE_BUDGET: point.share}
+        kept = PlanRow(layer, "", "keep")
+        own = next((row for row in rows if row.scope == layer and not row.op_path), kept)
+        rows = [row for row in rows if row is not own]
+        given.append(replace(own, parameters=parameters))
+    given += [PlanRow(layer, path, "recompute") for path in point.recomputed]
+    given += [PlanRow(layer, path, "keep") for path in point.kept]
+    return [*given, *rows]
+
+
+def widest(windows: Sequence[Windows]) -> Windows | None:
+    """Return windows that are wide enough for all; ``None``: there are none."""
+    if not windows:
+        return None
+    return Windows(max(item.prefetch_ops for item in windows), max(item.release_ops for item in windows))
+
 
 SAFETY = 1.05
 """Copies are assumed to take this many times as long as measured."""
@@ -324,3 +435,142 @@ class Search:
     def _impossible(self, least_bytes: int) -> BudgetError:
         expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
         return BudgetError([Problem("memory.budget_gib", expected, gib_text(self._limits.device_bytes))])
+
+
+_ROUNDS_OF_STAGES = 5
+_NEAR_A_STAGE = 0.03
+"""A peak below the budget by at most this share is good enough; a stage slower by more is too slow."""
+
+_SLOWER = 0.75
+"""Factor of the assumed rate of a link in the next round, if its stage waits for it."""
+
+
+@dataclass
+class _Searched:
+    """One stage while it is searched.
+
+    Args:
+        stage: the stage.
+        fixed: fates that are decided already.
+        limits: limits of its search; the budget changes from round to round.
+        rate_share: share of the link's rate that the search assumes.
+    """
+
+    stage: SimulatedStage
+    fixed: MemoryPlan
+    limits: Limits
+    rate_share: float = 1.0
+
+    def search(self, cycle_ms: float, crosses: bool) -> MemoryPlan:
+        """Return the fastest plan that fits, or else the one with the least peak.
+
+        Args:
+            cycle_ms: time of a forward and a backward of the slowest stage.
+            crosses: whether windows reach into other passes.
+        """
+        stage, profile = self.stage, self.stage.profile
+        between = crosses and stage.in_flight > 1
+        if between and stage.alternates and profile.link is not None:
+            profile = replace(profile, link=_link_over(profile, profile.link, cycle_ms, self.rate_share))
+        try:
+            found = find_plan(profile, self.fixed, self.limits, search_least=False).plan
+        except BudgetError:
+            found = Search(profile, self.fixed, self.limits, SAFETY).least().plan
+        if not between:
+            return found
+        written = set(self.fixed.rows)
+        rows = (
+            replace(row, windows=LONGEST) if row.fate == "swap" and row not in written else row
+            for row in found.rows
+        )
+        return replace(found, rows=tuple(rows))
+
+    def is_due(self, plan: MemoryPlan, excess_bytes: int, run: StageRun, cycles_ms: float) -> bool:
+        """Correct budget and assumed rate by a simulated step; return whether to search the stage again.
+
+        Args:
+            plan: the stage's plan in that step.
+            excess_bytes: by how much its peak exceeded the budget; negative: it was below.
+            run: what the stage did in that step.
+            cycles_ms: time of all micro-batches on the slowest stage, without waits for copies.
+        """
+        too_small = excess_bytes < -_NEAR_A_STAGE * self.limits.device_bytes and plan.rows != self.fixed.rows
+        too_slow = run.busy_ms > (1 + _NEAR_A_STAGE) * cycles_ms and run.stall_ms > _NEAR_A_STAGE * cycles_ms
+        if excess_bytes > 0 or too_small:
+            self.limits = replace(self.limits, device_bytes=self.limits.device_bytes - excess_bytes)
+        if too_slow:
+            self.rate_share *= _SLOWER
+        return excess_bytes > 0 or too_small or too_slow
+
+
+def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits) -> PipelineStep:
+    """Return the fastest step that was found within the limits.
+
+    Args:
+        pipeline: the stages.
+        fixed: fates that the user wrote, by stage.
+        limits: limits of each device.
+
+    Raises:
+        BudgetError: for some stage no plan was found that fits; the error names the least peak of each.
+        PlanError: scipy is missing.
+    """
+    budget, moved = limits.device_bytes, limits.frees_optimizer_states
+    found = [pipeline.step(fixed, moved)]
+    searched = []
+    for stage, plan in zip(pipeline.stages, fixed, strict=True):
+        waiting = max(float(stage.in_flight) - 1, 0.0)
+        host = None if limits.host_bytes is None else int(limits.host_bytes / (1 + waiting))
+        own = replace(limits, device_bytes=budget - stage.buffer_bytes, waiting=waiting, host_bytes=host)
+        resident = 2 * REACH if waiting and pipeline.crosses else 0.0
+        searched.append(_Searched(stage, plan, replace(own, resident=resident)))
+    cycle_ms = max(work.forward_ms + work.backward_ms for work in found[0].works)
+    due = [peak > budget for peak in found[0].peaks_bytes]
+    plans = list(fixed)
+    for _ in range(_ROUNDS_OF_STAGES):
+        if not any(due):
+            break
+        for number, one in enumerate(searched):
+            if due[number]:
+                plans[number] = one.search(cycle_ms, pipeline.crosses)
+        found.append(step := pipeline.step(plans, moved))
+        cycle_ms = max(cycle_ms, *(work.forward_ms + work.backward_ms for work in step.works))
+        due = [
+            one.is_due(plan, peak - budget, run, cycle_ms * pipeline.count)
+            for one, plan, peak, run in zip(searched, plans, step.peaks_bytes, step.runs, strict=True)
+        ]
+    if len(found) > 1:
+        found.append(pipeline.step(_best_of_each(found, budget), moved))
+    fitting = [step for step in found if max(step.peaks_bytes) <= budget]
+    if not fitting:
+        raise _impossible(found, budget)
+    return min(fitting, key=lambda step: (step.step_ms, sum(step.peaks_bytes)))
+
+
+def _link_over(profile: Profile, link: Link, cycle_ms: float, share: float) -> Link:
+    """Return a link that moves in a forward, or a backward, what ``link`` moves in ``cycle_ms``."""
+    forward_ms = sum(op_event.forward_ms for op_event in profile.op_events)
+    out = share * link.out_beside_in_bytes_per_ms * cycle_ms / forward_ms
+    back = share * link.in_beside_out_bytes_per_ms * cycle_ms / (profile.compute_ms - forward_ms)
+    return Link(out, back, out, back, link.latency_ms)
+
+
+def _best_of_each(found: Sequence[PipelineStep], budget: int) -> list[MemoryPlan]:
+    """Return for each stage its fastest plan whose peak was within the budget, else that of least peak."""
+    best = []
+    for number in range(len(found[0].plans)):
+        _, _, at = min(
+            (max(step.peaks_bytes[number] - budget, 0), step.runs[number].busy_ms, at)
+            for at, step in enumerate(found)
+        )
+        best.append(found[at].plans[number])
+    return best
+
+
+def _impossible(found: Sequence[PipelineStep], budget: int) -> BudgetError:
+    least = [min(step.peaks_bytes[number] for step in found) for number in range(len(found[0].plans))]
+    listed = ", ".join(f"stage {number} {gib_text(size, math.ceil)}" for number, size in enumerate(least))
+    expected = f"at least {gib_text(max(least), math.ceil)}, the least that was found"
+    error = BudgetError([Problem("memory.budget_gib", expected, gib_text(budget), f"By stage: {listed}.")])
+    error.least_bytes, error.budget_bytes = max(least), budget
+    return error

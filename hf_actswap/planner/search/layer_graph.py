@@ -21,8 +21,7 @@ from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.saved_bytes import OpCall, RecomputedModules, SavedStorage, Use
-from ..profile import Limits, OpEvent, Profile
-from ..record.lifetimes import event_of
+from ..profile import Limits, OpEvent, Profile, event_of
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""

@@ -60,7 +60,7 @@ class StateStorage:
     """A storage of optimizer states, which moves as a whole, whichever tensors share it.
 
     It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
-    the optimizer, and refer to placeholders meanwhile. (`engine.evictable.EvictableStorage`, in contrast, is
+    the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is
     owned by autograd's tickets and leaves at most once, when memory runs out.)
 
     Args:

@@ -1,6 +1,6 @@
 """Writes the JSON schema by which editors complete and check a configuration.
 
-    python -m hf_actswap.config.editor_schema
+    python docs/make_schema.py
 
 In an editor with the YAML language server, the first line of a file names it:
 ``# yaml-language-server: $schema=PATH``. What depends on several keys is checked by `load_config` only. Keys
@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from .keys import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hf_actswap.config.keys import (  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
     MINDSPEED_COUNTERPARTS,
@@ -27,9 +31,9 @@ from .keys import (
     MODE_FLAGS,
     PARALLEL_SPELLINGS,
 )
-from .loader import ActSwapConfig
-from .memory_section import MindSpeedSettings
-from .schema import (
+from hf_actswap.config.loader import ActSwapConfig  # noqa: E402
+from hf_actswap.config.memory_section import MindSpeedSettings  # noqa: E402
+from hf_actswap.config.schema import (  # noqa: E402
     LayerSwapRule,
     MemoryConfig,
     OpSwapRule,
@@ -40,9 +44,9 @@ from .schema import (
     SwapConfig,
     TileConfig,
 )
-from .sections import LayerEntry, OpEntry, TileEntry, types_of
+from hf_actswap.config.sections import LayerEntry, OpEntry, TileEntry, types_of  # noqa: E402
 
-SCHEMA_FILE = Path(__file__).with_name("actswap_config.schema.json")
+SCHEMA_FILE = ROOT / "hf_actswap" / "config" / "actswap_config.schema.json"
 
 _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 _IGNORED = {"description": "No meaning here; it is ignored."}

@@ -28,7 +28,7 @@ import torch
 from ..plan.actions import Scope, Windows
 from .autograd_state import made_by_packing_node
 from .fates import Action
-from .tickets import SwapGroup, SwapTicket, Ticket, View
+from .tickets import Place, SwapGroup, SwapTicket, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class SavedStep:
         offset_ops: operators since the segment began, or since it went on after a scope.
         dtype: dtype of the tensor.
         windows: windows of its swap; ``None``: it is an output of its node, and is kept, detached.
-        whole: its view, if it was swapped, is contiguous and is all of its storage; else ``None``.
+        place: its place on its storage if it was swapped, else ``None``.
         asked: the plan's action for it, even if something else was done.
     """
 
     offset_ops: int
     dtype: torch.dtype
     windows: Windows | None
-    whole: View | None
+    place: Place | None
     asked: Action
 
 
@@ -93,9 +93,8 @@ def step_of(
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
         return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
-    whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
-    looks_whole = whole is not None and View.of(saved) == whole
-    step = SavedStep(offset_ops, saved.dtype, action.windows, whole if looks_whole else None, asked)
+    place = Place.of(saved) if isinstance(ticket, SwapGroup | SwapTicket) else None
+    step = SavedStep(offset_ops, saved.dtype, action.windows, place, asked)
     return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
 
 

@@ -26,7 +26,6 @@ from ..plan.actions import SCOPES, Scope
 from ..plan.model_structure import OUTPUT
 from ..plan.opnames import OpStack
 from ..plan.record import storage_key
-from ..plan.saved_bytes import moved_range
 from .autograd_state import next_node_number
 from .cached_traces import BETWEEN, CachedTraces, SavedStep, SmallStep, Step, step_of
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
@@ -35,7 +34,7 @@ from .owners import Owner, Owners, ScopeModules, is_cast_of_parameter
 from .recompute import Region
 from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, ForwardContext, SwappedStorages
-from .tickets import Ticket, View, keep
+from .tickets import Place, Ticket, keep
 
 
 class ForwardPass:
@@ -178,9 +177,9 @@ class ForwardPass:
                 tensor = tensor.detach()
                 if step.windows is None:
                     return tensor, tensor._version
-                return self._swapped.ticket_of_whole(
-                    tensor, step.whole, step.windows, op, step.asked
-                ) or keep(tensor)
+                return self._swapped.ticket_at(tensor, step.place, step.windows, op, step.asked) or keep(
+                    tensor
+                )
             self._mismatch(self.scope)
         if self._auto is not None and self._auto.observation is not None:
             self._auto.observation.in_forward(op)
@@ -283,21 +282,21 @@ class ForwardPass:
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
         if self._swapped.rejects(tensor):
             return None
-        view = View.of(tensor)
-        windows = self._chosen(tensor, view, owner, op).windows
+        place = Place.of(tensor)
+        windows = self._chosen(place, owner, op).windows
         if windows is None:
             return None
-        ticket = self._swapped.ticket(tensor, view, windows, op, owner.action)
+        ticket = self._swapped.ticket(tensor, place, windows, op, owner.action)
         if ticket is not None and self.region is not None and ticket.group not in self.region.input_groups:
             self.region.input_groups.append(ticket.group)
         return ticket
 
-    def _chosen(self, tensor: torch.Tensor, view: View, owner: Owner, op: int) -> Action:
+    def _chosen(self, place: Place, owner: Owner, op: int) -> Action:
         """Return the action for a tensor. ``auto`` is asked once per storage, however many nodes save it."""
         if self._auto is None:
             return owner.action
         if owner.chosen is None:
-            start, stop = moved_range(view, tensor.nbytes, tensor.untyped_storage().nbytes())
+            start, stop = place.range_bytes
             owner.chosen = self._auto.action(owner.action, self.scope, stop - start, op)
         else:
             self._auto.used(owner.chosen[1], op)

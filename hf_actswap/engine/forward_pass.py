@@ -45,14 +45,13 @@ from ..plan.actions import SCOPES, Scope, Windows
 from ..plan.model_structure import OUTPUT
 from ..plan.opnames import OpStack
 from ..plan.record import storage_key
-from ..plan.saved_bytes import moved_range
 from .fates import KEEP, Action
 from .owners import Owner, Owners, ScopeModules, is_cast_of_parameter
 from .recompute import Region
 from .replay import made_by_packing_node, next_node_number
 from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, Checkpoint, CheckpointInputs, ForwardContext, SwappedStorages
-from .tickets import SwapGroup, SwapTicket, Ticket, View, keep
+from .tickets import Place, SwapGroup, SwapTicket, Ticket, keep
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +70,14 @@ class SavedStep:
         offset_ops: operators since the segment began, or since it went on after a scope.
         dtype: dtype of the tensor.
         windows: windows of its swap; ``None``: it is an output of its node, and is kept, detached.
-        whole: its view, if it was swapped, is contiguous and is all of its storage; else ``None``.
+        place: its place on its storage if it was swapped, else ``None``.
         asked: the plan's action for it, even if something else was done.
     """
 
     offset_ops: int
     dtype: torch.dtype
     windows: Windows | None
-    whole: View | None
+    place: Place | None
     asked: Action
 
 
@@ -117,9 +116,8 @@ def step_of(
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
         return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
-    whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
-    looks_whole = whole is not None and View.of(saved) == whole
-    step = SavedStep(offset_ops, saved.dtype, action.windows, whole if looks_whole else None, asked)
+    place = Place.of(saved) if isinstance(ticket, SwapGroup | SwapTicket) else None
+    step = SavedStep(offset_ops, saved.dtype, action.windows, place, asked)
     return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
 
 
@@ -309,9 +307,9 @@ class ForwardPass:
                 tensor = tensor.detach()
                 if step.windows is None:
                     return tensor, tensor._version
-                return self._swapped.ticket_of_whole(
-                    tensor, step.whole, step.windows, op, step.asked
-                ) or keep(tensor)
+                return self._swapped.ticket_at(tensor, step.place, step.windows, op, step.asked) or keep(
+                    tensor
+                )
             self._mismatch(self.scope)
         if self._auto is not None and self._auto.observation is not None:
             self._auto.observation.in_forward(op)
@@ -414,21 +412,21 @@ class ForwardPass:
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
         if self._swapped.rejects(tensor):
             return None
-        view = View.of(tensor)
-        windows = self._chosen(tensor, view, owner, op).windows
+        place = Place.of(tensor)
+        windows = self._chosen(place, owner, op).windows
         if windows is None:
             return None
-        ticket = self._swapped.ticket(tensor, view, windows, op, owner.action)
+        ticket = self._swapped.ticket(tensor, place, windows, op, owner.action)
         if ticket is not None and self.region is not None and ticket.group not in self.region.input_groups:
             self.region.input_groups.append(ticket.group)
         return ticket
 
-    def _chosen(self, tensor: torch.Tensor, view: View, owner: Owner, op: int) -> Action:
+    def _chosen(self, place: Place, owner: Owner, op: int) -> Action:
         """Return the action for a tensor. ``auto`` is asked once per storage, however many nodes save it."""
         if self._auto is None:
             return owner.action
         if owner.chosen is None:
-            start, stop = moved_range(view, tensor.nbytes, tensor.untyped_storage().nbytes())
+            start, stop = place.range_bytes
             owner.chosen = self._auto.action(owner.action, self.scope, stop - start, op)
         else:
             self._auto.used(owner.chosen[1], op)

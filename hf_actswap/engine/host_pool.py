@@ -501,7 +501,7 @@ class HostPool:
         slab_bytes: int = 256 * MIB,
         progress: Callable[[int, int], None] | None = None,
         room: Callable[[], int] | None = None,
-        piece_bytes: int = 64 * MIB,
+        piece_bytes: int = 256 * MIB,
     ) -> None:
         self._source, self._cap_bytes, self._slab_bytes = source, cap_bytes, slab_bytes
         self._progress, self._room = progress, room

@@ -45,7 +45,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plan.actions import Scope, Windows
 from ..plan.model_structure import LayerStructure
-from ..plan.saved_bytes import moved_range
 from ..plan.wrappers import checkpoints_its_call, is_checkpointed
 from .auto_windows import AutoForward, AutoWindows, Key
 from .fates import Action, FateTable
@@ -61,7 +60,7 @@ from .schedule import (
     ReleaseQueue,
 )
 from .stats import Counters
-from .tickets import StaleTensorError, SwapGroup, SwapTicket, Ticket, View, keep
+from .tickets import Place, StaleTensorError, SwapGroup, SwapTicket, Ticket, View, keep
 from .transfer import Transfer, WatchedTransfer
 
 Checkpoint = Literal["forward", "call"]
@@ -190,13 +189,13 @@ class SwappedStorages:
         )
 
     def ticket(
-        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, asked: Action
+        self, tensor: torch.Tensor, place: Place, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
         Args:
             tensor: one that `rejects` does not reject.
-            view: its view.
+            place: its place.
             windows: windows of the copy, if one starts now.
             op: operator that saves it.
             asked: the plan's action for it.
@@ -206,45 +205,38 @@ class SwappedStorages:
         """
         storage = tensor.untyped_storage()
         group = self._known(storage)
-        if group is not None and group.covers(view, tensor._version):
-            return self._saved(SwapTicket(group, view), group, op)
-        storage_bytes = storage.nbytes()
-        size_bytes = tensor.nbytes
-        moved = (0, storage_bytes) if group is not None else moved_range(view, size_bytes, storage_bytes)
-        whole = size_bytes == moved[1] - moved[0] == storage_bytes and tensor.is_contiguous()
-        group = self._new_group(tensor, view, storage, whole, moved, windows, op, asked)
+        if group is not None:
+            if group.covers(place.view, tensor._version):
+                return self._saved(SwapTicket(group, place.view), group, op)
+            place = place._replace(range_bytes=(0, place.storage_bytes))
+        group = self._new_group(tensor, place, storage, windows, op, asked)
         return None if group is None else self._saved(group, group, op)
 
-    def ticket_of_whole(
-        self, tensor: torch.Tensor, view: View | None, windows: Windows, op: int, asked: Action
+    def ticket_at(
+        self, tensor: torch.Tensor, place: Place | None, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
-        """Do as `ticket_unless_rejected`, but faster if the tensor is contiguous and all of its storage.
+        """Do as `ticket_unless_rejected`, but faster if the tensor is at the place of its cached step.
 
         Args:
-            tensor: detached, of the dtype that ``view`` has.
-            view: view of the tensor in its place in the cached trace; ``None``: that one was not whole.
+            tensor: detached, of the dtype at ``place``.
+            place: place of the tensor that was swapped when the step was recorded; ``None``: none was.
             windows, op, asked: as of `ticket`.
         """
-        storage = tensor.untyped_storage()
-        size_bytes = storage.nbytes()
-        if (
-            view is None
-            or tensor.shape != view.shape
-            or tensor.nbytes != size_bytes
-            or not tensor.is_contiguous()
+        if (  # without a call of `View.of`, for each swapped tensor of each step
+            place is None
+            or tensor.shape != place.view.shape
+            or tensor.stride() != place.view.stride
+            or tensor.storage_offset() * tensor.element_size() != place.view.offset_bytes
+            or tensor.untyped_storage().nbytes() != place.storage_bytes
         ):
             return self.ticket_unless_rejected(tensor, windows, op, asked)
-        group = self._known(storage) if storage._cdata in self._groups else None
-        if group is not None and tensor._version == group.version and group.whole is not None:
-            return self._saved(SwapTicket(group, view), group, op)
-        group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op, asked)
-        return None if group is None else self._saved(group, group, op)
+        return self.ticket(tensor, place, windows, op, asked)
 
     def ticket_unless_rejected(
         self, tensor: torch.Tensor, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
         """Do as `ticket` for any detached tensor; return ``None`` also if the tensor must stay."""
-        return None if self.rejects(tensor) else self.ticket(tensor, View.of(tensor), windows, op, asked)
+        return None if self.rejects(tensor) else self.ticket(tensor, Place.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
         """Release the storages that are due at a hook at operator ``op``."""
@@ -283,16 +275,15 @@ class SwappedStorages:
     def _new_group(
         self,
         tensor: torch.Tensor,
-        view: View,
+        place: Place,
         storage: torch.UntypedStorage,
-        whole: bool,
-        moved: tuple[int, int],
         windows: Windows,
         op: int,
         asked: Action,
     ) -> SwapGroup | None:
         context = self._context
-        host = context.pool.take(moved[1] - moved[0])
+        start, stop = place.range_bytes
+        host = context.pool.take(stop - start)
         if host is None:
             context.counters.rejected[NO_HOST_MEMORY] += tensor.nbytes
             return None
@@ -301,10 +292,8 @@ class SwappedStorages:
         try:
             group = SwapGroup(
                 tensor,
-                view,
+                place,
                 storage,
-                whole,
-                moved,
                 host,
                 context.pool,
                 context.transfer,

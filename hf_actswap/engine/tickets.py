@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..plan.saved_bytes import moved_range
 from .host_pool import HostBuffer, HostPool
 from .stats import Counters
 from .transfer import Copy, Transfer
@@ -73,6 +74,30 @@ class View(NamedTuple):
             return self.offset_bytes, self.offset_bytes
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where a tensor is on its storage, and what moves with it if it is the first one saved of the storage.
+
+    Args:
+        view: the tensor's view.
+        storage_bytes: size of the storage.
+        range_bytes: first byte of the part of the storage that moves, and the byte after its last.
+        whole: the view, if the tensor is contiguous and all of its storage: then no views need be made of it,
+            nor of the tensor that comes back; else ``None``.
+    """
+
+    view: View
+    storage_bytes: int
+    range_bytes: tuple[int, int]
+    whole: View | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        view, storage_bytes = View.of(tensor), tensor.untyped_storage().nbytes()
+        is_whole = tensor.nbytes == storage_bytes and tensor.is_contiguous()
+        moved = moved_range(view, tensor.nbytes, storage_bytes)
+        return cls(view, storage_bytes, moved, view if is_whole else None)
 
 
 class StaleTensorError(RuntimeError):
@@ -121,6 +146,15 @@ def restore(ticket: Ticket) -> torch.Tensor:
     return tensor
 
 
+def _flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return bytes ``start`` to ``stop`` of the storage: in the tensor's dtype if that divides them."""
+    size = tensor.element_size()
+    if start % size == stop % size == 0:
+        return tensor.as_strided(((stop - start) // size,), (1,), start // size)
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
@@ -131,11 +165,8 @@ class SwapGroup:
 
     Args:
         source: a detached tensor on the storage; dropped at release.
-        view: view of ``source``.
+        place: place of ``source`` on the storage.
         storage: storage of ``source``.
-        whole: whether ``source`` is contiguous and all of its storage: then no views need be made of it, nor
-            of the tensor that comes back.
-        range_bytes: first byte of the part of the storage that moves, and the byte after its last.
         host: host block that it is copied to; given back to ``pool`` at the end.
         prefetch_ops: prefetch window, in operators.
     """
@@ -168,10 +199,8 @@ class SwapGroup:
     def __init__(
         self,
         source: torch.Tensor,
-        view: View,
+        place: Place,
         storage: torch.UntypedStorage,
-        whole: bool,
-        range_bytes: tuple[int, int],
         host: HostBuffer,
         pool: HostPool,
         transfer: Transfer,
@@ -179,20 +208,18 @@ class SwapGroup:
         prefetch_ops: int,
     ) -> None:
         self._storage = storage._weak_ref()  # keeps its address from being reused
-        self.range_bytes, self.prefetch_ops = range_bytes, prefetch_ops
+        self._view, _, self.range_bytes, self.whole = place
+        self.prefetch_ops = prefetch_ops
         self.last_use = self.fetches = self.has_read = self._unread = self._fetched_version = 0
         self._tickets = 1
-        self.version, self._view = source._version, view
+        self.version = source._version
         self._stale_version: int | None = None
         self._source: torch.Tensor | None = source
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
         self._fetched: torch.Tensor | None = None
         self._copy_in: Copy | None = None
-        self.whole = view if whole else None
-        if not whole:
-            start, stop = range_bytes
-            source = torch.empty(0, dtype=torch.uint8, device=source.device)
-            source.set_(storage, start, (stop - start,), (1,))
+        if self.whole is None:
+            source = _flat(source, *self.range_bytes)
         host.hold(source.dtype, source.shape)
         # In one statement, so that no interrupt comes between the two: `__del__` undoes both.
         self._copy_out, counters.live_swaps = transfer.offload(source, host), counters.live_swaps + 1
@@ -203,6 +230,8 @@ class SwapGroup:
         """Whether the copy holds what ``view`` shows, as it is at ``version``."""
         if version != self.version:
             return False
+        if self.whole is not None or view == self._view:
+            return True
         start, stop = view.range_bytes
         return self.range_bytes[0] <= start and stop <= self.range_bytes[1]
 

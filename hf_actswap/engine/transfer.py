@@ -40,12 +40,14 @@ Streams and lifetimes, for one device:
   model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
   one), and the current one too. A block that is read on another stream than it was prefetched on is recorded
   on its reader (``record_stream``): nothing else orders its reuse behind the read.
-* **Pieces.** A block is copied piece by piece (64 MiB): the copy engine serves other streams in between, so
-  a batch on its way to the device does not wait behind a gigabyte.
+* **Pieces.** A block is copied piece by piece (256 MiB, 5 ms of PCIe): the copy engine serves other streams
+  in between, so a batch on its way to the device does not wait behind a gigabyte. Shorter ones gain little,
+  and each costs the host a copy.
 
 The compute stream is read at each call: FSDP2 and custom functions run on others, and backward runs on a
 thread of its own. A ``torch.Stream`` keeps the streams to go back to on itself when it is entered, so two
-threads must not enter one at once: a lock is around it. Events carry no timing, except stamps and the pair
+threads must not enter one at once: a lock is around it. Under that lock one event is recorded on compute and
+waited for, for all copies in turn. Events carry no timing, except stamps and the pair
 around a wait for a copy that was not complete. The host usually runs ahead of the device, so such a wait is
 no stall yet: the time between the two events is the stall. All but stamps are pooled: creating an event
 costs more than recording it. An event goes back to the pool when the last object that could ask for it is
@@ -365,6 +367,7 @@ class StreamTransfer:
         self.compute_streams: list[torch.Stream] = []
         self.timing = _Events(device, timing=True)
         self._events = _Events(device, timing=False)
+        self._asked = torch.Event(device)
         self._out = torch.Stream(device)
         self._in = torch.Stream(device)
         self._entering = Lock()
@@ -372,26 +375,28 @@ class StreamTransfer:
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         compute = self._compute_stream()
-        self._out.wait_event(self._events.recorded_on(compute).event)
-        if host.last_use is not None:
-            self._out.wait_event(host.last_use.event)
-            host.last_use = None
         with self._entering, self._out:
+            self._asked.record(compute)
+            self._out.wait_event(self._asked)
+            if host.last_use is not None:
+                self._out.wait_event(host.last_use.event)
+                host.last_use = None
             for target, part in host.pairs(source):
                 target.copy_(part, non_blocking=True)
-        return _StreamCopy(self, self._events.recorded_on(self._out))
+            return _StreamCopy(self, self._events.recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         compute = self._compute_stream()
         block = host.new_block(self.device)
-        self._in.wait_event(self._events.recorded_on(compute).event)
-        if isinstance(after, _StreamCopy):
-            self._in.wait_event(after.done.event)
         with self._entering, self._in:
+            self._asked.record(compute)
+            self._in.wait_event(self._asked)
+            if isinstance(after, _StreamCopy):
+                self._in.wait_event(after.done.event)
             for part, target in host.pairs(block):
                 target.copy_(part, non_blocking=True)
-        host.last_use = done = self._events.recorded_on(self._in)
+            host.last_use = done = self._events.recorded_on(self._in)
         return block, _StreamCopy(self, done, (block, compute))
 
     def host_reader_done(self, host: HostBuffer) -> None:

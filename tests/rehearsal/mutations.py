@@ -55,7 +55,7 @@ class Mutation:
 _Copies, _Copy = transfer.StreamTransfer, transfer._StreamCopy
 _Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
 _Weights = frozen_weights.LayerWeights
-_AFTER_COMPUTE = "wait_event(self._events.recorded_on(compute).event)"
+_AFTER_COMPUTE = "wait_event(self._asked)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
 _STATES_WAIT = "self._wait()"
 

@@ -238,7 +238,6 @@ def test_text_fits_into_80_columns(run: Run, tiny: Path, write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        ("", ("--micro-batches", "4"), "--micro-batches: expected a configuration with"),
         (PIPELINE, ("--compare", "tp=1,2"), "--compare: expected nothing beside a pipeline"),
         pytest.param(
             *(f"{PIPELINE}memory: {{mode: adaptive, budget_gib: 0.0001}}\n", (), "By stage: stage 0 0.0003"),

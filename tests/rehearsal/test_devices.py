@@ -142,6 +142,21 @@ print(int(status.split("VmHWM:")[1].split()[0]) < 2 * 2**20)
     assert "rehearsal: " not in done.stderr
 
 
+def test_a_sequence_is_streamed_though_its_values_cannot_be_compared() -> None:
+    code = """
+import hf_actswap
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8}
+model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).cuda()
+hf_actswap.apply(model, {"stream_config": {"tokens": 64}, "tile_config": {"loss": 64}})
+ids = torch.zeros(1, 256, dtype=torch.long, device="cuda")
+model(input_ids=ids, labels=ids).loss.backward()
+print(model.lm_head.weight.grad.shape[0])
+"""
+    done = run(code, Options("H100", arithmetic="small"))
+    assert done.stdout.strip() == "32000", done.stderr
+
+
 def test_without_values_nothing_is_computed() -> None:
     code = "x = torch.zeros(4, device='cuda'); x += 1; print(x.tolist())"
     assert run(code, Options(arithmetic="none")).stdout.strip() == "[0.0, 0.0, 0.0, 0.0]"

@@ -62,7 +62,14 @@ from benchmarks.runner import (
     longest_jobs,
     serve,
 )
-from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
+from benchmarks.trainings import (
+    FROZEN_8K,
+    FROZEN_32K,
+    OPTIMIZER_STATES,
+    OUT_OF_MEMORY,
+    Sizes,
+    training_jobs,
+)
 from benchmarks.workloads import PRESETS, Workload, fitted
 
 ENVIRONMENT = {
@@ -218,6 +225,8 @@ STAGES = {
             ("7b-32k", _ALL),
         ),
     ),
+    8: Stage("32B with LoRA, frozen weights on the host, 8k", 460, trainings=(FROZEN_8K,)),
+    9: Stage("32B with LoRA, frozen weights on the host, 32k", 510, trainings=(FROZEN_32K,)),
 }
 
 LONG_ROWS = ("hf-checkpointing", "actswap-tiled-loss-recompute", "actswap-tiled-step", "actswap-streamed")
@@ -245,6 +254,8 @@ CARRIED = "gpu-carry"
 SIZES = {
     OUT_OF_MEMORY: Sizes("6 layers, 32k", 14, 6, 4096, 32768, 4096, expected_s=30.0),
     OPTIMIZER_STATES: Sizes("8 layers, 8k", 10, 8, 4096, 8192, 32000, expected_s=25.0),
+    FROZEN_8K: Sizes("60 layers, 8k", 20, 60, 6656, 8192, 32000, expected_s=110.0),
+    FROZEN_32K: Sizes("60 layers, 32k", 20, 60, 6656, 32768, 32000, expected_s=400.0),
 }
 STAND_INS: dict[str, Workload] = {
     name: replace(
@@ -262,6 +273,8 @@ STAND_INS: dict[str, Workload] = {
 TINY_SIZES = {
     OUT_OF_MEMORY: Sizes("tiny", 4, 2, 64, 64, 64, expected_s=2.0),
     OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
+    FROZEN_8K: Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0),
+    FROZEN_32K: Sizes("tiny", 2, 3, 64, 64, 256, expected_s=2.0),
 }
 _TINY_LONGEST_TOKENS = 128
 _FIRST_LONGEST_TOKENS = 2**15

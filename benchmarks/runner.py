@@ -57,7 +57,7 @@ from benchmarks.records import (
     origin,
 )
 from benchmarks.rows import EAGER, ROWS, Row
-from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, training_answer
+from benchmarks.trainings import CASES, training_answer
 from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
@@ -426,8 +426,7 @@ class InProcessMeasurer:
         self._kinds: dict[str, Callable[[Request], Line]] = {
             "origin": lambda _request: origin(self._device),
             "frontier": self._frontier,
-            OUT_OF_MEMORY: self._training,
-            OPTIMIZER_STATES: self._training,
+            **dict.fromkeys((case.kind for case in CASES), self._training),
         }
 
     def __call__(self, request: Request, _limit_s: float | None = None) -> Line:

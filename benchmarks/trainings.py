@@ -10,7 +10,11 @@ would do.
 device and is measured first and last; between them `OptimizerStates` has a tenth of them there at once. No
 step can be shorter than the copies of its states, both directions at once.
 
-Both use deterministic kernels, so that the bits of different cases can be compared.
+*Frozen weights*: LoRA adapters of rank 16 on all linear layers of a frozen base, all layers recomputed, the
+loss in tiles. *plain* has the base on the device, *on the host* copies it in layer by layer: losses must be
+equal bit for bit, and steps take as long where copies are hidden.
+
+All use deterministic kernels, so that the bits of different cases can be compared.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from hf_actswap.planner import BudgetError, CountingMeter, Planner
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 
 OUT_OF_MEMORY, OPTIMIZER_STATES = "out of memory", "optimizer states"
+FROZEN_8K, FROZEN_32K = "frozen weights, 8k", "frozen weights, 32k"
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Sizes:
             dtype=dtype,
         )
         with device:
-            return LlamaForCausalLM(config).to(dtype).train()
+            return LlamaForCausalLM._from_config(config, dtype=dtype).train()
 
     def ids(self, step: int, device: torch.device) -> torch.Tensor:
         """Return the token ids of a step, shape (micro-batches, 1, tokens)."""
@@ -94,12 +99,13 @@ class Case:
     """One training.
 
     Args:
-        kind: `OUT_OF_MEMORY` or `OPTIMIZER_STATES`.
+        kind: `OUT_OF_MEMORY`, `OPTIMIZER_STATES`, `FROZEN_8K` or `FROZEN_32K`.
         method: name of the case.
         planned: whether it trains with the planner.
         share: its memory limit, as a fraction of the memory that plain needs; ``None``: no limit.
         resident: fraction of the states on the device at once; ``None``: `OptimizerStates` is not used.
         effort: its estimated time, as a multiple of ``Sizes.expected_s``.
+        weights: ``memory.weights`` of a frozen base with adapters; ``None``: all weights are trained.
     """
 
     kind: str
@@ -108,6 +114,7 @@ class Case:
     share: float | None = None
     resident: float | None = None
     effort: float = 1.0
+    weights: str | None = None
 
 
 PLAIN = "plain"
@@ -122,7 +129,17 @@ STATES_CASES = (
     Case(OPTIMIZER_STATES, "ours, a tenth resident", resident=0.1),
     Case(OPTIMIZER_STATES, "plain, again"),
 )
+FROZEN_CASES = tuple(
+    Case(kind, method, weights=weights)
+    for kind in (FROZEN_8K, FROZEN_32K)
+    for method, weights in (("on the host", "host"), (PLAIN, "keep"))
+)
+CASES = (*OUT_OF_MEMORY_CASES, *STATES_CASES, *FROZEN_CASES)
 STATES_WARMUP_STEPS = 3
+
+
+RECOMPUTED_IN_TILES = {"recompute_config": {"recompute": True}, "tile_config": {"loss": "auto"}}
+"""What stands beside ``memory.weights`` in the cases of frozen weights."""
 
 
 @dataclass
@@ -203,7 +220,7 @@ class TrainingJob:
     def blank(self) -> Training | StatesRow:
         known: dict[str, Any] = {"kind": self.case.kind, "workload": self.sizes.name}
         known["settings"] = asdict(self.sizes)
-        if self.case.kind == OUT_OF_MEMORY:
+        if self.case.kind != OPTIMIZER_STATES:
             return Training(self.case.method, self.case.share, **known)
         return StatesRow(self.case.method, **known)
 
@@ -235,16 +252,14 @@ class TrainingJob:
 
 def training_jobs(kind: str, sizes: Sizes) -> list[TrainingJob]:
     """Return the jobs of all cases of a kind; a case comes after those whose results it needs."""
-    cases = OUT_OF_MEMORY_CASES if kind == OUT_OF_MEMORY else STATES_CASES
-    return [TrainingJob(case, sizes) for case in cases]
+    return [TrainingJob(case, sizes) for case in CASES if case.kind == kind]
 
 
 def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
     """Measure the request of a `TrainingJob`; return the fields of its record."""
     sizes = Sizes(**request["sizes"])
-    cases = (*OUT_OF_MEMORY_CASES, *STATES_CASES)
-    case = next(one for one in cases if (one.kind, one.method) == (request["kind"], request["method"]))
-    if case.kind == OUT_OF_MEMORY:
+    case = next(one for one in CASES if (one.kind, one.method) == (request["kind"], request["method"]))
+    if case.kind != OPTIMIZER_STATES:
         return asdict(train(case, sizes, request["needed_bytes"], device))
     return asdict(measure_states(case, sizes, device))
 
@@ -289,7 +304,7 @@ def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.devi
     """Train once under a limit of memory.
 
     Args:
-        case: one of `OUT_OF_MEMORY_CASES`.
+        case: one of `OUT_OF_MEMORY_CASES` or `FROZEN_CASES`.
         sizes: sizes of the model and number of steps.
         needed_bytes: peak of the case plain; ``None``: not needed, as the case has no limit.
         device: device to train on.
@@ -316,7 +331,12 @@ def _clean(device: torch.device) -> None:
 
 def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, counted: _Counted | None) -> None:
     model = sizes.model(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    applied: Any = None
+    if case.weights is not None:
+        model = _with_adapters(model)
+        applied = apply(model, {**RECOMPUTED_IN_TILES, "memory": {"weights": case.weights}})
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     planner: Any = None
     if case.planned:
         planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=counted)
@@ -327,6 +347,17 @@ def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, count
         if planner is not None:
             done.evicted_bytes = planner.evicted_bytes
             planner.remove()
+        if applied is not None:
+            applied.remove()
+
+
+def _with_adapters(model: nn.Module) -> nn.Module:
+    """Return a PEFT model with adapters in the type of the base, so that nothing needs autocast."""
+    from peft import LoraConfig, get_peft_model  # not on every machine that measures other things
+
+    asked = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
+    adapted: nn.Module = get_peft_model(model, asked, autocast_adapter_dtype=False)
+    return adapted.train()
 
 
 def _step(

@@ -47,7 +47,7 @@ def test_every_stage_is_one_command_of_less_than_nine_minutes() -> None:
     limits_s = [stage.limit_s + gpu_day.SLACK_S for stage in STAGES.values()]
     assert max(limits_s) < 9 * 60
     assert limits_s[0] >= 4 * 60  # from a cold disk
-    assert list(STAGES) == list(range(1, 8))
+    assert list(STAGES) == list(range(1, 10))
 
 
 @pytest.mark.parametrize(("number", "preset"), [(3, "7b-8k"), (4, "7b-32k")])
@@ -380,7 +380,7 @@ def test_a_dry_run_goes_through_every_stage(
     assert gpu_day.main(["--device", "cpu", "--only", *DRY_ROWS]) == 0
     found = lines_in(folder)
     kinds = {name.partition(" ")[0] for name in found}
-    assert kinds == {"test", "frontier", "out", "optimizer", "longest"}
+    assert kinds == {"test", "frontier", "out", "optimizer", "longest", "frozen"}
     assert {line["workload"] for line in found.values() if line["kind"] == "frontier"} == {
         f"{preset}, tiny" for preset in ("7b-8k", "7b-32k", "8b-8k-model")
     }
@@ -521,8 +521,8 @@ def test_the_machine_is_found_without_touching_the_device(
     assert Machine.found("cpu").is_cpu
 
 
-@pytest.mark.parametrize("stage", ["0", "8", "4-2", "x"])
-def test_there_are_seven_stages(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("stage", ["0", "10", "4-2", "x"])
+def test_there_are_nine_stages(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_day.main(["--stage", stage])
     assert "stage" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import torch
 from benchmarks import trainings
 from benchmarks.records import Records
 from benchmarks.trainings import (
+    FROZEN_CASES,
     OPTIMIZER_STATES,
     OUT_OF_MEMORY,
     OUT_OF_MEMORY_CASES,
@@ -77,6 +78,15 @@ def test_each_training_begins_without_the_cache_of_the_one_before(monkeypatch: p
     for case in OUT_OF_MEMORY_CASES[:2]:
         train(case, MEMORY, 100, CPU)
     assert done == ["cleaned", "trained"] * 2
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_frozen_weights_on_the_host_train_to_the_same_losses() -> None:
+    sizes = Sizes("tiny", 3, 3, 64, 32, 256)
+    host, plain = (train(case, sizes, None, CPU) for case in FROZEN_CASES[:2])
+    assert (host.error, plain.error) == ("", "")
+    assert host.losses == plain.losses
+    assert len(set(host.losses)) == 3, "adapters learn"
 
 
 def test_a_limit_is_a_share_of_what_plain_needed() -> None:

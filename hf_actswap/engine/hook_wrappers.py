@@ -103,7 +103,9 @@ def _wrap_compiled(module: nn.Module, before: Before, after: After) -> Undo:
     return replace_call(module, surrounded)
 
 
-def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+def replace_call(
+    module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], innermost: bool = False
+) -> Undo:
     """Wrap the calls of this module alone, outside of its hooks; return a function that removes the wrapper.
 
     A module may have several wrappers, which may be removed in any order.
@@ -111,12 +113,20 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     Args:
         module: compiled in place, or not.
         wrapper: takes the function that a call runs now; returns the function that it is to run.
+        innermost: inside of all wrappers so far, so that a call acts for which one of them, which runs
+            already, has installed it.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
-    link = _ReplacedCall(module, name, getattr(module, name))
+    outer, inner = None, getattr(module, name)
+    while innermost and isinstance(inner, _ReplacedCall):
+        outer, inner = inner, inner.inner
+    link = _ReplacedCall(module, name, inner)
     link.call = wrapper(link.call_inner)
-    vars(module)[name] = link
+    if outer is None:
+        vars(module)[name] = link
+    else:
+        outer.inner = link
 
     def undo() -> None:
         outer = vars(module).get(name)  # not of ours if the module was compiled anew meanwhile

@@ -340,7 +340,8 @@ class Engine:
         if not self._acts:
             return []
         self._runtime.bind()
-        undo = [replace_call(self._called, self._cleaning_up)]
+        # Innermost: a planner changes plans in a wrapper of the call that is to run under the new one.
+        undo = [replace_call(self._called, self._cleaning_up, innermost=True)]
         if self.structure.compiled:
             return [*undo, *wrap_call(self._called, self._start_compiled, self._end_compiled), self._clean_up]
         undo += wrap_call(self._called, self._start_forward, self._end_forward)

@@ -20,6 +20,7 @@ from hf_actswap.planner import CountingMeter, Profile, phases, planning, profile
 from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
+from hf_actswap.planner.run import ahead_of_calls
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
@@ -191,6 +192,36 @@ def test_only_one_plan_is_on() -> None:
     loss_of(model, 0).backward()
     assert first.stats().forwards == before.forwards + 1
     first.remove()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_comes_back_ahead_of_a_call_acts_in_it(name: str) -> None:
+    """As a planner does at a batch of another length, in a wrapper of the call that is to run under it."""
+    model = tiny_llama(use_cache=False)
+    whole = kept_in_forward(model)
+    applied = install(model, PLANS[name](), model_structure(model))
+    kept_in_forward(model)  # it measures
+    expected = kept_in_forward(model)
+    applied.suspend()
+    undo = ahead_of_calls(model, lambda *_: applied.resume())
+    assert kept_in_forward(model) == expected < whole
+    for step in undo:
+        step()
+    applied.remove()
+
+
+def kept_in_forward(model: nn.Module) -> int:
+    """Return the bytes on the device after a forward beyond those before it."""
+    meter = CountingMeter()
+    meter.own(model.parameters())
+    meter.start()
+    try:
+        loss = loss_of(model, 0)
+        kept_bytes = meter.allocated_bytes()
+    finally:
+        meter.stop()
+    loss.backward()
+    return kept_bytes
 
 
 def test_what_was_learned_survives() -> None:

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.model_structure import unwrapped
-from ..planner.budget import budget_bytes, fragment_bytes
+from ..planner.budget import allocatable_bytes, budget_bytes
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction, Profile
 from ..stream import ChunkedStep, problems_of_model
@@ -224,7 +224,7 @@ class _Lengths:
         rests = self._profile(plan, _FIRST_TOKENS)
         budget = budget_bytes(self._memory, rests.device_bytes, rests.device_bytes)
         self._budget_bytes = budget
-        self._allocatable_bytes = budget - fragment_bytes(rests, self._memory, budget)
+        self._allocatable_bytes = allocatable_bytes(rests, self._memory, budget)
         tokens = longest_of(over_bytes)
         step = self._step(plan, tokens or UNIT_TOKENS)
         profile = self._profile(plan, tokens or UNIT_TOKENS)

@@ -16,10 +16,10 @@ from ..plan.tiles import tile_names
 from ..planner.budget import (
     MARGIN_SHARE,
     BudgetError,
+    allocatable_bytes,
     budget_bytes,
     budget_for,
     fits_outside_backward,
-    fragment_bytes,
     impossible,
     limits_of,
 )
@@ -159,7 +159,7 @@ class SearchResult:
     @property
     def allocatable_bytes(self) -> int:
         """The most that tensors of a step may take: the budget without fragments."""
-        return self.budget_bytes - fragment_bytes(self.profile, self.memory, self.budget_bytes)
+        return allocatable_bytes(self.profile, self.memory, self.budget_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -367,7 +367,7 @@ def _with_tiles(
     if (
         chosen
         and step.sequences * step.tokens > AUTO_LEAST_TOKENS
-        and fits_outside_backward(profile, memory, budget - fragment_bytes(profile, memory, budget))
+        and fits_outside_backward(profile, memory, allocatable_bytes(profile, memory, budget))
     ):
         for tiles, tiled in ladder_of(found, config):
             with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
@@ -425,7 +425,7 @@ class _Search:
             BudgetError: no plan fits the budget.
         """
         memory, budget = self.memory, self.budget_bytes
-        allocatable = budget - fragment_bytes(profile, memory, budget)
+        allocatable = allocatable_bytes(profile, memory, budget)
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)
         try:
             with busy("search"):

@@ -32,7 +32,7 @@ from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
-from ..planner.budget import BudgetError, budget_bytes, budget_for, fragment_bytes, limits_of
+from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limits_of
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
@@ -161,7 +161,7 @@ class StagesAnswer:
     def allocatable_bytes(self) -> int:
         """The most that tensors of a stage may take: the budget without fragments."""
         profile = self.pipeline.stages[0].profile
-        return self.budget_bytes - fragment_bytes(profile, self.asker.memory, self.budget_bytes)
+        return allocatable_bytes(profile, self.asker.memory, self.budget_bytes)
 
     @property
     def ok(self) -> bool:
@@ -431,7 +431,7 @@ class LayoutPredictor:
         searched = self.config.memory.mode != "off"
         moved = searched and self.memory.preference == "memory_saving"
         if searched:
-            allocatable = budget - fragment_bytes(stages[0].profile, self.memory, budget)
+            allocatable = allocatable_bytes(stages[0].profile, self.memory, budget)
             limits = limits_of(self.memory, allocatable, plan.min_tensor_bytes)
             if limits.host_bytes is not None:
                 limits = replace(limits, host_bytes=max(limits.host_bytes - max(paged), 0))

@@ -100,6 +100,8 @@ from .stats import Counters, SwapStats, gib_text
 from .tickets import StaleTensorError, View, keep, restore
 from .transfer import COMPLETE, Copy, Transfer, transfer_of
 
+logger = logging.getLogger(__name__)
+
 WEIGHT_ALIGNMENT_BYTES = 512
 """Weights start at multiples of it in a block: what PyTorch's allocators give a tensor of its own, so that
 kernels which look at the alignment of their operands compute as they do without this module."""
@@ -393,8 +395,6 @@ def _no_room(path: str, size_bytes: int, pool: HostPool) -> Problem:
         "Raise memory.host_memory_gib, start fewer ranks on this machine, or leave weights: host out.",
     )
 
-
-logger = logging.getLogger(__name__)
 
 LAYERS_AHEAD = 1
 """Layers that are fetched before the one that runs has ended. One hides the copies wherever a layer's copy

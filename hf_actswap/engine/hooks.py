@@ -66,6 +66,8 @@ from .replay import CalledModule, CheckpointedLayer, function_mode_is_innermost,
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, checkpoint_of
 
+logger = logging.getLogger(__name__)
+
 
 class NamingMode(TorchFunctionMode):
     """Names the functions of one call of one layer, and looks up what the plan does with each of them.
@@ -269,8 +271,6 @@ def reject_offloaded_weights(root: nn.Module) -> None:
         )
         raise PlanError([Problem("model", "weights on the device", found, hint)])
 
-
-logger = logging.getLogger(__name__)
 
 _PACKED = (
     "position_ids restart within a row: it is packed. transformers keeps the sequences of such a row apart "

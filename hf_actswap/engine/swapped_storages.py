@@ -63,6 +63,8 @@ from .stats import Counters
 from .tickets import Place, StaleTensorError, SwapGroup, SwapTicket, Ticket, View, keep
 from .transfer import Transfer, WatchedTransfer
 
+logger = logging.getLogger(__name__)
+
 Checkpoint = Literal["forward", "call"]
 """Which part of a layer is checkpointed: its forward, or its call with its hooks (transformers 5.17)."""
 
@@ -353,8 +355,6 @@ def _release(references: Iterable[weakref.ref[SwapGroup]]) -> None:
         if group is not None:
             group.release()
 
-
-logger = logging.getLogger(__name__)
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 _use_count = torch._C._storage_Use_Count

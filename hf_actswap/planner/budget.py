@@ -72,19 +72,19 @@ def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: 
     return device_bytes - margin
 
 
-def fragment_bytes(profile: Profile, memory: MemoryConfig, budget: int) -> int:
-    """Return how much of ``budget`` is left to fragments: measured ones, or `MARGIN_SHARE` on paper.
+def allocatable_bytes(profile: Profile, memory: MemoryConfig, budget: int) -> int:
+    """Return how much of ``budget`` tensors may take: measured fragments, or `MARGIN_SHARE`, are left of it.
 
     On paper that is for a budget that is written. One that follows from the device has its margin for them,
     and one that follows from a reduction is the difference of two peaks, both without fragments.
     """
     if profile.source == "measured":
-        return profile.reserved_bytes
-    return 0 if memory.budget_gib is None else round(MARGIN_SHARE * budget)
+        return budget - profile.reserved_bytes
+    return budget if memory.budget_gib is None else budget - round(MARGIN_SHARE * budget)
 
 
 def budget_for(profile: Profile, memory: MemoryConfig, allocated_bytes: int) -> int:
-    """Return the least budget in which a step may allocate so much, beside `fragment_bytes`."""
+    """Return the least budget in which a step may allocate so much: `allocatable_bytes` the other way."""
     if profile.source == "measured":
         return allocated_bytes + profile.reserved_bytes
     return allocated_bytes if memory.budget_gib is None else math.ceil(allocated_bytes / (1 - MARGIN_SHARE))

@@ -72,6 +72,8 @@ from ..plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..plan.wrappers import FSDP2_METHOD, is_compiled, uncompiled
 from .meter import Meter, runs_its_own_dispatch
 
+logger = logging.getLogger(__name__)
+
 _WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
@@ -177,8 +179,6 @@ class RandomStates:
             self._default = module.default_generators[module.current_device() if index is None else index]
         return self._default
 
-
-logger = logging.getLogger(__name__)
 
 _LEAST_EVICTED_BYTES = 2**20
 """Evicted where the error does not say how much was wanted; doubled until it is enough."""

@@ -36,6 +36,8 @@ from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
 from .search.states_place import WholeStep, whole_step, with_states_in_passing, with_states_on_host
 from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
 
+logger = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 
 
@@ -281,8 +283,6 @@ def best_plans(task: PlanningTask, count: int) -> Sequence[Found]:
 
     return found_by_rank_0(search)
 
-
-logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 0.02
 """A bucket's plan is used if its predicted step is shorter than under the larger plan by this share."""

@@ -64,6 +64,8 @@ from .states.optimizer_states import (
     reject,
 )
 
+logger = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 
 
@@ -249,8 +251,6 @@ def _without_numbers(value: Any) -> Any:
 def _on_meta(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Shape) else value
 
-
-logger = logging.getLogger(__name__)
 
 COUNTING_ALLOCATORS = ("native", "cudaMallocAsync", "hipMallocAsync")
 """PyTorch's own allocators: they report how much is in use and raise ``torch.OutOfMemoryError``.

@@ -36,6 +36,8 @@ from ..plan import MemoryPlan
 from ..planner import Planner
 from ..planner.profile import Profile, profile_from_json, profile_to_json
 
+logger = logging.getLogger(__name__)
+
 COUNTED = "counted: what it swaps and recomputes"
 COUNTED_SWAPS = "counted: what it swaps"
 """`Saving.source` if no step was measured without the plan. The counted bytes are then an upper bound: the
@@ -147,8 +149,6 @@ def saving_of(applied: AppliedPlan | Planner, peak_bytes: int | None = None, sta
         return Saving(known_bytes, source, peak_bytes, stall_ms=stall_ms)
     return Saving(applied.dropped_bytes + swapped_bytes, COUNTED, peak_bytes, stall_ms=stall_ms)
 
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "actswap"
 LOGS = "runs"

@@ -57,6 +57,8 @@ from ...plan.wrappers import is_compiled
 from ..meter import Meter, runs_its_own_dispatch
 from ..profile import OpEvent, Places, Profile, lifetimes, saved_on_device
 
+logger = logging.getLogger(__name__)
+
 
 class Clock(Protocol):
     """Makes time stamps in compute's order of work; their times are read when the step is over."""
@@ -375,9 +377,6 @@ class OpEventLog:
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
         row.visits.append(_Visit(self._visits - 1, since, now, peak_bytes, self._gradients_before))
         self._since = now
-
-
-logger = logging.getLogger(__name__)
 
 
 class StepRecorder:

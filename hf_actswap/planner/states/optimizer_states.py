@@ -61,6 +61,8 @@ from ...errors import PlanError, Problem
 from ...plan.wrappers import is_compiled
 from .state_storages import StateResidence, StateStorage, WatchedStates, of_optimizer, plain_tensors
 
+logger = logging.getLogger(__name__)
+
 Closure = Callable[[], Any]
 Bucket = list[list[torch.Tensor]]
 """Some parameters of each parameter group."""
@@ -451,8 +453,6 @@ class _Copies:
             self._copied[id(storage)] = storage.host_copy()
         return view.on(self._copied[id(storage)], 0)
 
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 10
 """By default, one part in this many of all states may be on the device."""

@@ -21,6 +21,7 @@ back at the end. This exchange goes by places: each is filled and put back once,
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -29,6 +30,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -60,12 +62,16 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     So is the state of hooks that are a part of the model: what they have set in modules must agree with it.
     Containers (dicts, lists, sets) stay the same objects. Of tensors and other objects only the references
-    are restored, not what is inside them.
+    are restored, not what is inside them. Fake tensors draw nothing from PyTorch's generators; a model's code
+    (stochastic depth) may draw from those of Python and NumPy, which are restored too.
     """
     before = [(place, place.copy()) for place in _places(model)]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
         for place, contents in before:
             put_back(place, contents)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,6 +116,31 @@ def test_a_model_that_installs_a_hook_in_its_first_call_installs_it_again(tiny_m
     output = model(input_ids=torch.full((2, 12), 5), labels=torch.full((2, 12), 5))
     assert len(output.router_logits) == 2
     assert output.aux_loss > 0
+
+
+def test_generators_of_python_and_numpy_go_on_as_without(tiny_model: MakeModel) -> None:
+    """Catches other dropped layers, or another SpecAugment of Whisper, because a dry run drew for them."""
+
+    def steps(planned: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = tiny_model("llama")
+        for number, layer in enumerate(model.model.layers):
+            layer.forward = dropped_at_times(layer.forward, random.random if number % 2 else np.random.rand)
+        random.seed(1)
+        np.random.seed(1)
+        if planned:
+            layers = [{"backward_prefetch": 5, "layers": True}]
+            apply(model, {"swap_config": {"swap": True, "layer_swap": layers}})
+        tokens = torch.arange(24).reshape(2, 12)
+        return [float(model(input_ids=tokens, labels=tokens).loss.detach()) for _ in range(6)]
+
+    losses = steps(planned=True)
+    assert losses == steps(planned=False)
+    assert len(set(losses)) > 1  # layers were dropped
+
+
+def dropped_at_times(forward: Callable[..., Any], draw: Callable[[], float]) -> Callable[..., Any]:
+    return lambda hidden, *args, **kwargs: hidden if draw() < 0.5 else forward(hidden, *args, **kwargs)
 
 
 class Untouchable(torch.Tensor):

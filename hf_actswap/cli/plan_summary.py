@@ -208,6 +208,8 @@ def budget_text(
 
 def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     """Yield the assumptions about how the model is trained."""
+    if any(getattr(subject.model.config, name, None) for name in ("vision_config", "audio_config")):
+        yield "The step is of text alone: what images and sounds add to it is not counted."
     if subject.trained < subject.parameters:
         inputs = (
             "" if step.autocast is None else ", under autocast: without it (--autocast none) more is needed"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..config import ActSwapConfig
 from ..config.hub import HubOptions, fetch, split_hub_id
@@ -64,6 +64,9 @@ class AnalysedModel:
         base = f", {self.quantize} base" if self.quantize else ""
         part = f", {self.trained / 1e6:.2f} M trained" if self.trained < self.parameters else ""
         kind = self.shape.family or self.name
+        made, named = _unwrapped_class(self.model), getattr(self.model.config, "architectures", None) or ()
+        if named and made not in named:  # of an encoder and decoder transformers makes the decoder alone
+            kind += f" as {made}"
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
 
     def document(self) -> dict[str, object]:
@@ -171,6 +174,11 @@ def _without_rank(key: str) -> str:
     return key.rpartition("/")[0]
 
 
+def _unwrapped_class(model: nn.Module) -> str:
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT
+    return type(base).__name__
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _FILE = "config.json"
@@ -249,7 +257,7 @@ def random_model(
             _cut_to(config.get_text_config(), layers)
         wanted = DTYPES[dtype] if dtype is not None else _dtype_of(config)
         with torch.device(device):
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: nn.Module = _class_for(config).from_config(
                 config, dtype=wanted, trust_remote_code=trust_remote_code
             )
     except torch.OutOfMemoryError:
@@ -264,6 +272,13 @@ def random_model(
         ) from error
     without_cache(model)
     return model.train()
+
+
+def _class_for(config: Any) -> Any:
+    """Return what makes the model: of images and text only where transformers has no causal model for it."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    of_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if of_images and not causal else AutoModelForCausalLM
 
 
 def parameters_of(model: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,6 +93,36 @@ def test_what_fits_needs_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert text.startswith("Fits without a plan: ")
     assert text.endswith("To use it: nothing need be changed. It fits as it is.")
     assert "79.00 GiB beside the driver's context, less 5 % for fragments and NCCL; mode adaptive" in text
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": TINY,
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **VISION},
+}
+BART = {
+    "model_type": "bart",
+    "architectures": ["BartForConditionalGeneration"],
+    "d_model": 32,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "note"),
+    [(LLAVA, "llava, 4 layers", "what images and sounds add"), (BART, "bart as BartForCausalLM", "")],
+)
+def test_models_of_images_are_a_step_of_text_and_a_decoder_alone_is_called_so(
+    run: Run, tmp_path: Path, config: dict[str, Any], named: str, note: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended = run("plan", tmp_path, "--seq", "64", "--device", "H100")
+    assert ended.code == 0, ended.err
+    assert named in ended.out
+    assert note in ended.out
 
 
 def test_what_does_not_fit_says_so_first(run: Run, tiny: Path) -> None:

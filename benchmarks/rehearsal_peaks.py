@@ -131,6 +131,12 @@ class Row:
         return self.fits or DEVICE
 
     @property
+    def configuration(self) -> str:
+        """Its configuration: in a layer of experts the ops of an MLP have other names."""
+        text = METHODS[self.method]
+        return text.replace(r"mlp\.", r"mlp\.experts\.") if self.model == "moe" else text
+
+    @property
     def name(self) -> str:
         """The row in words, by which ``--only`` finds it."""
         kind, fits = f"lora{self.lora}" if self.lora else "full", f" {self.fits}" if self.fits else ""
@@ -149,8 +155,7 @@ def rows() -> list[Row]:
         for tokens in (8192, 32768)
         for method in ("plain", "checkpointing", "planned", "mix")
     ]
-    models, rest = ("moe", "gemma"), ("stream", "half")
-    found += [Row(model, 8192, name) for model in models for name in METHODS if name not in rest]
+    found += [Row(model, 8192, name) for model in ("moe", "gemma") for name in METHODS if name != "stream"]
     found += [Row("7b", 8192, method, "adamw_torch") for method in ("plain", "checkpointing")]
     found += [Row("7b", 8192, method, allocator="fixed") for method in METHODS]
     found += [Row("7b", 8192, "planned", host_gib=4), Row("8b", 8192, "planned", lora=16, host_gib=4)]
@@ -222,7 +227,7 @@ def predicted(row: Row, request: Any) -> dict[str, Any]:
     from hf_actswap.planner.search.find_plan import find_plan
     from hf_actswap.stream import ChunkedStep
 
-    config = load_config(METHODS[row.method] or None)
+    config = load_config(row.configuration or None)
     with subject(request, config) as found:
         step = StepShape(1, row.tokens, row.device, "bf16" if row.lora else None, row.optimizer)
         plan = resolve_plan(config, found.shape)

@@ -39,6 +39,7 @@ from .plan.tiles import tile_ladder
 from .plan.wrapper_rules import problems_of_checkpointing
 from .plan.wrappers import without_cache, without_checkpointing
 from .planner import Meter, PlannedTraining, Planner, start_planner
+from .planner.memory_errors import name_memory_errors
 from .planner.record.recorder import batch_shape
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
@@ -102,6 +103,8 @@ def apply(
                 undo.callback(without_checkpointing(model))
             applied = _apply_config(model, requested, resources, optimizer, meter)
         applied.on_remove(undo.pop_all().close)
+    if isinstance(applied, Planner) or applied.plan.does_anything:
+        applied.on_remove(name_memory_errors(model, applied))
     if _is_rank_0():
         _say(applied)
     return applied
@@ -115,7 +118,7 @@ def _say(applied: AppliedPlan | Planner) -> None:
     """Log what is on the model, and what it saved when it is removed, as under the Trainer."""
     if isinstance(applied, Planner):
         applied.logging_context = _console_on_rank_0
-    elif not (applied.plan.rows or applied.plan.tiles or applied.plan.streamed or applied.weights):
+    elif not applied.plan.does_anything:
         return
     with _console_on_rank_0():
         searches = isinstance(applied, Planner) and applied.phase != "stable"

@@ -35,6 +35,7 @@ from ..plan import (
 )
 from ..plan.wrappers import is_compiled, without_checkpointing
 from ..planner import PlannedTraining, Planner
+from ..planner.memory_errors import naming_memory_errors
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
 from ..stream import ChunkBudget
@@ -261,7 +262,7 @@ class ActSwapCallback(TrainerCallback):
         """Wrap methods of a Trainer: ``train`` removes the plan at its end, ``log`` adds the statistics.
 
         Under a planner ``training_step`` runs a micro-batch again if memory runs out. An error of ``train``
-        names ranks that have ended (`LostRankError`).
+        names ranks that have ended (`LostRankError`), or the plan under which memory ran out.
         """
         train, log, step = trainer.train, trainer.log, trainer.training_step
 
@@ -277,7 +278,8 @@ class ActSwapCallback(TrainerCallback):
             lost_ranks = LostRanks() if self.parallel is None else self.parallel.lost_ranks
             with lost_ranks.named():
                 try:
-                    found = train(*args, **kwargs)
+                    with naming_memory_errors(lambda: self.applied if self._acts() else None):
+                        found = train(*args, **kwargs)
                 finally:
                     self.remove()
             self._say_saving()
@@ -347,7 +349,7 @@ class ActSwapCallback(TrainerCallback):
         searches = isinstance(applied, Planner) and applied.phase != "stable"
         if applied is not None and isinstance(applied, Planner) and not searches:
             plan = applied.plan
-        if _does_anything(plan) or (self._divides and self._shows_all):
+        if plan.does_anything or (self._divides and self._shows_all):
             self._show(plan, "")
         elif not searches and not self._divides:
             logger.warning(_DOES_NOTHING, self._why_nothing())
@@ -574,7 +576,7 @@ class ActSwapCallback(TrainerCallback):
 
     def _acts(self) -> bool:
         applied = self.applied
-        return isinstance(applied, Planner) or (applied is not None and _does_anything(applied.plan))
+        return isinstance(applied, Planner) or (applied is not None and applied.plan.does_anything)
 
     def _say_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -658,12 +660,6 @@ _IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (
     'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
 )
-
-
-def _does_anything(plan: MemoryPlan) -> bool:
-    other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles or plan.streamed
-    acts = any(row.fate != "keep" or row.parameters for row in plan.rows)
-    return acts or bool(other) or plan.weights == "host"
 
 
 def _worker_path(args: TrainingArguments) -> str:

@@ -321,6 +321,13 @@ class MemoryPlan:
         row = self.row(layer, op_path, ordinal)
         return row.fate if row else "keep"
 
+    @property
+    def does_anything(self) -> bool:
+        """Whether it changes what a training does; one that keeps everything changes nothing."""
+        other = self.gather_weights_again or self.keeps_gathered or self.tiles or self.streamed
+        acts = any(row.fate != "keep" or row.parameters for row in self.rows)
+        return acts or bool(other) or self.weights == "host"
+
     @cached_property
     def scopes(self) -> tuple[Scope, ...]:
         """The decoder layers, the `SCOPES` around them, and the layers of other stacks that rows name."""

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_actswap
 from hf_actswap import ActSwapCallback, ActSwapTrainer, MemoryPlan, PlanError
+from hf_actswap.planner.oom_guard import DeviceMemoryError
 from hf_actswap.report.run_files import read_run
 
 from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, CASES, Tokens, grad_norms, losses, tiny_llama
@@ -228,6 +229,29 @@ def test_the_plan_is_removed_after_an_exception(make_trainer: Make, error: type[
     again = make_trainer(CASE_4, model=model, max_steps=2)
     again.train()
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_running_out_of_memory_names_the_plan(make_trainer: Make, where: str) -> None:
+    class Full(TrainerCallback):
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        ) -> None:
+            def full(*_: Any) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.")
+
+            if where == "optimizer":
+                optimizer.optimizer.register_step_pre_hook(full)  # within Accelerate's
+            elif where == "forward":
+                model.model.norm.register_forward_hook(full)
+            else:
+                model.model.norm.register_full_backward_hook(full)
+
+    trainer = make_trainer(CASE_2, max_steps=1)
+    trainer.add_callback(Full())
+    with pytest.raises(DeviceMemoryError, match=r"layers 0, 3: swap everything.*16\.00 MiB"):
+        trainer.train()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_interrupt_inside_a_forward_leaves_nothing_behind(make_trainer: Make) -> None:

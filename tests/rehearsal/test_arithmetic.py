@@ -46,6 +46,10 @@ OPS: dict[str, tuple[Op, tuple[torch.Tensor, ...]]] = {
     "nonzero": (lambda x: (x > 0.5).nonzero().float() * x.sum(), (rand(4, 5),)),
     "where": (lambda x: torch.where(x > 0.5, x, -x), (rand(4, 5),)),
     "bincount": (lambda x: INDEX.to(x.device).bincount(minlength=6) * x.sum(), (rand(2),)),
+    "histc": (  # the CPU counts no whole numbers
+        lambda x: torch.histc(INDEX.to(x.device, torch.int if x.is_cuda else torch.float), 4, 0, 3) * x.sum(),
+        (rand(2),),
+    ),
     "unique": (lambda x: INDEX.to(x.device).unique() * x.sum(), (rand(2),)),
     "repeat": (lambda x: x.repeat_interleave(INDEX.to(x.device), 0), (rand(4, 5),)),
     "one_hot": (lambda x: F.one_hot(INDEX.to(x.device)) * x.sum(), (rand(2),)),

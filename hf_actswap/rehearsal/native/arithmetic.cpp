@@ -289,7 +289,7 @@ class Arithmetic : public c10::OperatorKernel {
       found = cpu;
       op.callBoxed(&found);
     } catch (const c10::Error&) {  // the CPU may lack the op for half precision, or for this mixture of types
-      found = widened(cpu);
+      found = widened(cpu, name_ == "aten::histc");  // which counts whole numbers on a GPU alone
       Stack wide = found;
       op.callBoxed(&found);
       for (size_t i = 0; i < cpu.size(); i++)

@@ -71,21 +71,22 @@ inline Stack on_cpu(const Stack& given, const std::optional<RandomState>& random
   return found;
 }
 
-inline at::Tensor widen(const at::Tensor& tensor) {
+inline at::Tensor widen(const at::Tensor& tensor, bool whole_numbers) {
   if (!tensor.defined()) return tensor;
+  if (whole_numbers && at::isIntegralType(tensor.scalar_type(), false)) return tensor.to(c10::kDouble);
   bool half = tensor.scalar_type() == c10::kHalf || tensor.scalar_type() == c10::kBFloat16;
   return half ? tensor.to(c10::kFloat) : tensor;
 }
 
-// The arguments with all tensors of half precision in single precision.
-inline Stack widened(const Stack& given) {
+// The arguments with all tensors of half precision in single precision, and whole numbers in double if asked.
+inline Stack widened(const Stack& given, bool whole_numbers = false) {
   Stack found;
   for (const auto& value : given) {
     if (value.isTensor()) {
-      found.push_back(widen(value.toTensor()));
+      found.push_back(widen(value.toTensor(), whole_numbers));
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(widen(tensor));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(widen(tensor, whole_numbers));
       found.push_back(list);
     } else {
       found.push_back(value);

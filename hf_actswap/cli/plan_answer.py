@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -143,9 +142,8 @@ def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[Rend
         yield f"Step:   {known[0].step.described()}"
         yield f"Budget: {size_text(known[0].budget_bytes)} a rank; mode {known[0].memory.mode}"
     yield ""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = (">tp", ">Peak, nothing", ">Peak", ">Step", ">Comm.", ">Swapped", ">Recomputed")
+    table = table_of(*names)
     for tp, found in by_tp.items():
         if isinstance(found, ActSwapError):
             table.add_row(str(tp), "", "no plan", "", "", "", "")
@@ -368,13 +366,9 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
         plan: the plan to show.
         profile: profile of the step, for the bytes; ``None``: no bytes are shown.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Layers", overflow="fold")
-    table.add_column("Op", overflow="fold")
-    table.add_column("Fate")
-    table.add_column("Prefetch/release", justify="right")
-    if profile is not None:
-        table.add_column("Saved", justify="right", no_wrap=True)
+    saved_column = () if profile is None else (">Saved",)
+    table = table_of("Layers", "Op", "Fate", ">Prefetch/release", *saved_column)
+    table.columns[3].no_wrap = False  # its header is wide
     sizes = {} if profile is None else dict(saved_by_row(profile, plan))
     groups: dict[tuple[_Line, ...], list[Scope]] = {}
     for scope in plan.scopes:
@@ -394,10 +388,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
 
 def short_table(plan: MemoryPlan, profile: Profile) -> Table:
     """Return a table with a row for each fate: bytes, and its largest ops, each with its number of layers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Fate")
-    table.add_column("Saved", justify="right", no_wrap=True)
-    table.add_column("Ops (layers)", overflow="fold")
+    table = table_of("Fate", ">Saved", "Ops (layers)")
     found: dict[str, dict[str, list[int]]] = {}
     for (_, op, outcome), size in bytes_by_fate(profile, plan).items():
         if outcome != "unsaved":
@@ -414,7 +405,7 @@ def short_table(plan: MemoryPlan, profile: Profile) -> Table:
 
 def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
     """Return a table of what peaks consist of, with a row for each entry of ``parts``."""
-    table = table_of("", "Weights", "Gradients", "States", "Activations", "Decides")
+    table = table_of("", ">Weights", ">Gradients", ">States", ">Activations", ">Decides")
     for name, part in parts.items():
         sizes = (part.weights, part.gradients, part.states, part.activations + part.workspaces)
         table.add_row(name, *map(size_text, sizes), part.decides)
@@ -423,11 +414,8 @@ def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
 
 def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
     """Return a table of fates as `fate_table`, but with all ops of one fate in one row, without windows."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Layers", overflow="fold", max_width=18)
-    table.add_column("Fate")
-    table.add_column("Ops", overflow="fold")
-    table.add_column("Saved", justify="right", no_wrap=True)
+    table = table_of("Layers", "Fate", "Ops", ">Saved")
+    table.columns[0].max_width = 18
     sizes = dict(saved_by_row(profile, plan))
     groups: dict[tuple[_Line, ...], list[Scope]] = {}
     for scope in plan.scopes:
@@ -447,7 +435,7 @@ def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None)
         steps: predictions by the row's name, such as ``recompute all``.
         device_bytes: budget; peaks above it are marked. ``None``: none are marked.
     """
-    table = table_of("", "Peak", "Step", "Kept", "Swapped", "Recomputed")
+    table = table_of("", ">Peak", ">Step", ">Kept", ">Swapped", ">Recomputed")
     for name, step in steps.items():
         over = " !" if device_bytes is not None and step.peak_bytes > device_bytes else ""
         table.add_row(

@@ -84,7 +84,7 @@ class AppliedPlan:
 
         Copies of frozen weights, and waits for them, count like those of what is swapped.
         """
-        own = self._engine.stats()
+        own = self._engine.runtime.stats()
         if self.weights is None or self._weights_before is None:
             return own
         moved = self.weights.stats() - self._weights_before

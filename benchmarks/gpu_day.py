@@ -9,8 +9,7 @@ A row that is in the results is not measured again without ``--again``, whatever
 time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
 process is recorded with its traceback, and the next one begins (`runner` says how). Results go into the
 folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): four files. ``HF_ACTSWAP_COMMIT`` is
-the commit if there is no .git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
-installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
+the commit if there is no .git. TRL and Liger are measured if they can be imported.
 
 Exit status 1: something failed. `verdict.py` then judges the results.
 """
@@ -36,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
-from benchmarks.methods import LIGER_VARIABLE, TRL_VARIABLE
 from benchmarks.records import (
     COMMIT_VARIABLE,
     REPOSITORY,
@@ -338,9 +336,10 @@ def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
     yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
     if known["dirty"]:
         yield "# tracked files differ from the commit that the results will name"
-    carried = " ".join(f'{name}="$PWD/{CARRIED}"' for name in (TRL_VARIABLE, LIGER_VARIABLE))
     before = f'export {RESULTS_VARIABLE}="${{TMPDIR:-/tmp}}/hf_actswap_results" '
-    before += f'{COMMIT_VARIABLE}={known["id"] or ""} {carried}; mkdir -p "${RESULTS_VARIABLE}"; '
+    before += (
+        f'{COMMIT_VARIABLE}={known["id"] or ""} PYTHONPATH="$PWD/{CARRIED}"; mkdir -p "${RESULTS_VARIABLE}"; '
+    )
     if out_folder is not None:
         before += f'trap \'tar -czf "{out_folder}/{ARCHIVE}" -C "${RESULTS_VARIABLE}" .\' EXIT; '
     for place, (title, arguments, budget_s) in enumerate(HALF_HOURS[number - 1], 1):
@@ -520,9 +519,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run stages; return the exit status."""
     options = _parse(argv)
-    for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # children run in other folders
-        if os.environ.get(name):
-            os.environ[name] = str(Path(os.environ[name]).resolve())
+    if os.environ.get(RESULTS_VARIABLE):  # children run in other folders
+        os.environ[RESULTS_VARIABLE] = str(Path(os.environ[RESULTS_VARIABLE]).resolve())
     if options.half_hour is not None:
         for number in (options.half_hour,) if options.half_hour else (1, 2):
             for line in half_hour(number, options.out_folder):

@@ -101,7 +101,7 @@ def test_a_borrowed_half_hour_is_printed_as_commands(capsys: pytest.CaptureFixtu
 
 
 FAKE_PYTHON = """#!/bin/sh
-echo "$HF_ACTSWAP_COMMIT $HF_ACTSWAP_TRL" >> "$HF_ACTSWAP_RESULTS/asked.txt"
+echo "$HF_ACTSWAP_COMMIT $PYTHONPATH" >> "$HF_ACTSWAP_RESULTS/asked.txt"
 exit 3
 """
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from ..config import ActSwapConfig, MemoryConfig, TileConfig, load_config
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, fingerprint_of, folded_tiles, format_scopes
+from ..plan.actions import Scope, fingerprint_of, folded_tiles
 from ..plan.tiles import SECOND_CLASS
 from ..planner.budget import BudgetError
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
+from ..report.console import folded, op_and_fate
 from .options import PREDICTED, AskedAutocastName, AskedStep, AutocastName, PlanRequest
 from .output import (
     Answer,
@@ -370,11 +372,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
     table = table_of("Layers", "Op", "Fate", ">Prefetch/release", *saved_column)
     table.columns[3].no_wrap = False  # its header is wide
     sizes = {} if profile is None else dict(saved_by_row(profile, plan))
-    groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in plan.scopes:
-        groups.setdefault(tuple(_lines(plan, sizes, scope)), []).append(scope)
-    for lines, scopes in groups.items():
-        label = _label(scopes, bool(lines))
+    for label, lines, scopes in folded(plan, partial(_lines, plan, sizes)):
         for op, fate, windows, size in lines or ((("everything", "keep", "", 0),) if label else ()):
             saved = [size_text(size * len(scopes)) if size else ""] if profile is not None else []
             table.add_row(label, op, fate, windows, *saved)
@@ -417,11 +415,7 @@ def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
     table = table_of("Layers", "Fate", "Ops", ">Saved")
     table.columns[0].max_width = 18
     sizes = dict(saved_by_row(profile, plan))
-    groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in plan.scopes:
-        groups.setdefault(tuple(_by_fate(_lines(plan, sizes, scope))), []).append(scope)
-    for lines, scopes in groups.items():
-        label = _label(scopes, bool(lines))
+    for label, lines, scopes in folded(plan, lambda scope: _by_fate(_lines(plan, sizes, scope))):
         for ops, fate, _, size in lines:
             table.add_row(label, fate, ops, size_text(size * len(scopes)))
             label = ""
@@ -460,14 +454,8 @@ def _lines(
     plan: MemoryPlan, sizes: Mapping[tuple[Scope, PlanRow | None], int], scope: Scope
 ) -> Iterator[_Line]:
     for row in plan.rows:
-        if row.scope != scope:
-            continue
-        op = row.op_path or "everything"
-        op += "" if row.ordinal is None else f" (call {row.ordinal})"
-        fate: str = row.fate
-        if COMPILE_BUDGET in row.parameters:
-            fate += f", budget {row.parameters[COMPILE_BUDGET]:g}"
-        yield op, fate, windows_text(row), _size_of(sizes, row)
+        if row.scope == scope:
+            yield *op_and_fate(row), windows_text(row), sizes.get((scope, row), 0)
     rest = sizes.get((scope, None), 0)
     if rest:
         named = any(row.scope == scope for row in plan.rows)
@@ -484,11 +472,3 @@ def _by_fate(lines: Iterable[_Line]) -> Iterator[_Line]:
         sizes[fate] = sizes.get(fate, 0) + size
     for fate, size in sizes.items():
         yield ", ".join(ops[fate]), fate, "", size
-
-
-def _label(scopes: list[Scope], with_names: bool) -> str:
-    return format_scopes(scope for scope in scopes if with_names or scope not in SCOPES)
-
-
-def _size_of(sizes: Mapping[tuple[Scope, PlanRow | None], int], row: PlanRow) -> int:
-    return sizes.get((row.scope, row), 0)

@@ -16,5 +16,10 @@ SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
+REPORTS_VARIABLE = "HF_ACTSWAP_REPORTS"
+"""Environment variable with the file descriptor to which `tests/row_reports.py` reports."""
+SETTLED_VARIABLE = "HF_ACTSWAP_SETTLED"
+TEST_LIMIT_VARIABLE = "HF_ACTSWAP_TEST_LIMIT_S"
+
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)

@@ -2,11 +2,10 @@
 
     python benchmarks/frontier.py                       everything suited to this machine
     python benchmarks/frontier.py --preset cpu --rows actswap-mixed --layers 2
-    python benchmarks/frontier.py --longest --rows eager actswap-everything-auto
 
 It measures in this process, without a time limit: for the CPU, or for a row or two. On an accelerator
-`gpu_day.py` measures the same rows with time limits. Rows that are in the results file already are not
-measured again without ``--again``.
+`gpu_day.py` measures the same rows with time limits, and the longest sequences. Rows that are in the results
+file already are not measured again without ``--again``.
 
 Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. `README.md`
 beside this file says what the numbers mean. The rows are defined in `rows.py`.
@@ -43,7 +42,7 @@ from benchmarks.records import (
     results_folder,
 )
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
-from benchmarks.runner import FrontierJob, InProcessMeasurer, Session, frontier_jobs, longest_jobs
+from benchmarks.runner import Session, answerer, frontier_jobs
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")
@@ -52,7 +51,7 @@ _HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swap
 
 
 def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
-    """Measure, print the tables, write the JSON and the picture; return the exit status.
+    """Measure, print the tables, write the JSON; return the exit status.
 
     Args:
         argv: the command line; by default the process's.
@@ -61,26 +60,29 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
     arguments = _parse(argv, rows)
     device = device_named(arguments.device)
     about = origin(device)
-    path = arguments.out or (_default_path(arguments, about["device"]) if _is_complete(arguments) else None)
-    again = set(arguments.again or ()) if arguments.again is not None else None
+    path = arguments.out
+    # Whether no option narrows the run, so that it may be kept among the recorded ones.
+    if path is None and all(
+        getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile")
+    ):
+        path = results_folder() / f"frontier_{file_name(about['device'])}_{datetime.now():%Y%m%d}.json"
+    again = arguments.again
     session = Session(
         Records(path),
-        InProcessMeasurer(device, rows),
+        answerer(device, rows)[0],
         about,
         lambda name: again is not None and (not again or name in again),
     )
+    compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
     chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     done: list[Record] = []
     for workload in _workloads(arguments, device):
-        jobs = _jobs(arguments, device, workload, chosen, rows)
-        deadline_s = None if arguments.minutes is None else session.clock() + 60 * arguments.minutes
-        done += session.run(jobs, _say, deadline_s)
+        jobs = frontier_jobs([workload], with_bases(chosen, rows), compiling)
+        done += session.run(jobs, _say)
         lines = [line for job in jobs if (line := session.find(job)) is not None]
         print_table(workload, [Result(**line) for line in lines])
     if path:
-        sys.stderr.write(f"written: {path}\n")
-        if arguments.longest is None:
-            _draw(session.records, path.with_suffix(".png"))
+        _say(f"written: {path}")
     return 1 if any(_is_bad(record) for record in done) else 0
 
 
@@ -88,37 +90,11 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _jobs(
-    arguments: argparse.Namespace,
-    device: torch.device,
-    workload: Workload,
-    chosen: Sequence[Row],
-    rows: Sequence[Row],
-) -> list[FrontierJob]:
-    on_cpu = device.type == "cpu"
-    compiling = arguments.compile if arguments.compile is not None else not on_cpu
-    if arguments.longest is None:
-        return frontier_jobs([workload], with_bases(chosen, rows), compiling)
-    limit_tokens = arguments.longest or (1024 if on_cpu else 2**20)
-    return longest_jobs(workload, [row for row in chosen if compiling or not row.compiles], limit_tokens)
-
-
-def _draw(records: Records, path: Path) -> None:
-    try:
-        from benchmarks.pictures import draw  # here, because matplotlib is an extra
-    except ImportError as error:
-        sys.stderr.write(f"no picture ({error}); draw it later: python benchmarks/pictures.py RESULTS\n")
-        return
-    draw(list(records), path)
-    sys.stderr.write(f"written: {path}\n")
-
-
 def _is_bad(record: Record) -> bool:
     """Whether a row is broken, or eager but unfit for comparisons (running out of memory is no fault)."""
     if record.failed or not isinstance(record, Result):
         return record.failed
-    untrusted = record.method == EAGER.name and record.status == "measured" and not record.exact
-    return untrusted and not record.longest
+    return record.method == EAGER.name and record.status == "measured" and not record.exact
 
 
 def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespace:
@@ -146,29 +122,12 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
         action=argparse.BooleanOptionalAction,
         help="measure rows that compile (default: not on the CPU)",
     )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help="of a workload: leave rows out that would take longer (default: as long as it takes)",
-    )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="TOKENS",
-        help="double the length until a row no longer fits, at most to TOKENS",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="JSON file, the picture beside it (default: in results/, complete runs only)"
-    )
+    parser.add_argument("--out", type=Path, help="JSON file (default: in results/, complete runs only)")
     arguments = parser.parse_args(argv)
     for name in ("layers", "tokens", "steps"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name}: at least 1, found {value}")
-    if arguments.minutes is not None and arguments.minutes <= 0:
-        parser.error(f"argument --minutes: more than 0, found {arguments.minutes:g}")
     return arguments
 
 
@@ -178,20 +137,10 @@ def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Work
     asked = {name: getattr(arguments, name) for name in _CHANGES}
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     workloads = [replace(PRESETS[name], **changes) for name in arguments.preset or suited]
-    if device.type == "cpu" or arguments.longest is not None:
+    if device.type == "cpu":
         return workloads
     free_bytes, _ = torch.accelerator.get_memory_info(device)
     return [fitted(workload, free_bytes) for workload in workloads]
-
-
-def _is_complete(arguments: argparse.Namespace) -> bool:
-    """Whether no option narrows the run, so that it may be kept among the recorded ones."""
-    return all(getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile"))
-
-
-def _default_path(arguments: argparse.Namespace, device: str) -> Path:
-    what = "frontier" if arguments.longest is None else "longest"
-    return results_folder() / f"{what}_{file_name(device)}_{datetime.now():%Y%m%d}.json"
 
 
 def print_table(workload: Workload, results: Sequence[Result], console: Console | None = None) -> None:
@@ -203,16 +152,14 @@ def print_table(workload: Workload, results: Sequence[Result], console: Console 
         console: where to print; by default the standard output.
     """
     console = console_of(console)
-    searched = any(result.longest for result in results)
     title = f"{workload.name}: {workload.title}, forward + backward; x: against eager"
     table = Table(title=title, title_justify="left")
     table.add_column("row", no_wrap=True)
-    for heading in (*(("tokens",) if searched else ()), *_HEADINGS):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("exact", no_wrap=True)
     for result in [result for result in results if result.status == "measured"]:
-        name, *cells = _cells(result)
-        table.add_row(name, *([f"{result.seq:,}"] if searched else []), *cells)
+        table.add_row(*_cells(result))
     console.print(table)
     for result in results:
         if result.reason or result.differing:

@@ -9,8 +9,7 @@ A row that is in the results is not measured again without ``--again``, whatever
 time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
 process is recorded with its traceback, and the next one begins (`runner` says how). Results go into the
 folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): four files. ``HF_ACTSWAP_COMMIT`` is
-the commit if there is no .git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
-installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
+the commit if there is no .git. TRL and Liger are measured if they can be imported.
 
 Exit status 1: something failed. `verdict.py` then judges the results.
 """
@@ -36,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
-from benchmarks.methods import LIGER_VARIABLE, TRL_VARIABLE
 from benchmarks.records import (
     COMMIT_VARIABLE,
     REPOSITORY,
@@ -56,11 +54,10 @@ from benchmarks.runner import (
     Place,
     Session,
     Suite,
-    SuiteRun,
     Worker,
     frontier_jobs,
     longest_jobs,
-    serve,
+    run_suite,
 )
 from benchmarks.trainings import (
     FROZEN_8K,
@@ -125,71 +122,38 @@ EXACTNESS_TESTS = ("tests/engine/test_gpu_stress.py", "tests/planner/test_gpu_gu
 COMPILED_PLANNING = "tests/planner/test_gpu_planner.py::test_compiled_layers_are_planned_and_survived"
 """Beside three other processes it takes longer than a test may."""
 GPU_TESTS = (
-    "tests/engine/test_gpu.py",
-    "tests/planner/test_gpu_planner.py",
-    "tests/planner/test_gpu_optimizer_states.py",
-    "tests/engine/test_slabs.py",
-    "tests/engine/test_with_liger.py",
-    "tests/parallel/test_random_streams.py",
-    "tests/benchmarks/test_frontier_methods.py",
-    "tests/benchmarks/test_machine.py",
-    "tests/robustness/test_growth.py",
+    *("tests/engine/test_gpu.py", "tests/planner/test_gpu_planner.py"),
+    *("tests/planner/test_gpu_optimizer_states.py", "tests/engine/test_slabs.py"),
+    *("tests/engine/test_with_liger.py", "tests/parallel/test_random_streams.py"),
+    *("tests/benchmarks/test_frontier_methods.py", "tests/benchmarks/test_machine.py"),
+    *("tests/robustness/test_growth.py",),
 )
 
 CLAIMS = (
-    "eager",
-    "hf-checkpointing",
-    "compiled",
-    "actswap-compiled-auto",
-    "actswap-compiled-mix",
-    "actswap-compiled-lean-mix",
-    "actswap_plan_compiled_checkpointing",
-    "actswap_plan_checkpointing",
-    "actswap-default-auto",
+    *("eager", "hf-checkpointing", "compiled", "actswap-compiled-auto", "actswap-compiled-mix"),
+    *("actswap-compiled-lean-mix", "actswap_plan_compiled_checkpointing", "actswap_plan_checkpointing"),
+    *("actswap-default-auto",),
 )
 """Rows on which the claims are judged, the most important first."""
 CLAIMS_8K = (
     *CLAIMS,
-    "actswap-mix-eager",
-    "trl-offloading",
-    "actswap-everything-20",
-    "actswap-everything-auto",
-    "actswap-case3-auto",
-    FLASH,
-    "actswap-elementwise",
-    "actswap_plan_half",
-    "actswap_plan_reduce",
-    "actswap_plan_compiled_half",
+    *("actswap-mix-eager", "trl-offloading", "actswap-everything-20", "actswap-everything-auto"),
+    *("actswap-case3-auto", FLASH, "actswap-elementwise", "actswap_plan_half", "actswap_plan_reduce"),
+    *("actswap_plan_compiled_half",),
 )
 CLAIMS_32K = (
     *CLAIMS,
-    "actswap-mix-eager",
-    "actswap-tiled-layers-recompute",
-    "actswap-case3-auto",
-    "actswap_plan_half",
-    "actswap_plan_reduce",
-    "actswap_plan_compiled_half",
+    *("actswap-mix-eager", "actswap-tiled-layers-recompute", "actswap-case3-auto", "actswap_plan_half"),
+    *("actswap_plan_reduce", "actswap_plan_compiled_half"),
 )
 _PEERS = (
-    "hf-checkpointing-offload",
-    "trl-offloading-checkpointing",
-    "compiled-budget-0.5",
-    "compiled-budget-0.2",
-    "compiled-checkpointing",
-    "trl-offloading",
-    "save-on-cpu",
+    *("hf-checkpointing-offload", "trl-offloading-checkpointing", "compiled-budget-0.5"),
+    *("compiled-budget-0.2", "compiled-checkpointing", "trl-offloading", "save-on-cpu"),
 )
 _LONGEST = (
-    "hf-checkpointing",
-    "actswap-tiled-step",
-    "liger-checkpointing",
-    "actswap-streamed",
-    "actswap-tiled-loss-recompute",
-    "liger-tiled-mlp-checkpointing",
-    "hf-checkpointing-offload",
-    "actswap-mix-eager",
-    "actswap-everything-auto",
-    "eager",
+    *("hf-checkpointing", "actswap-tiled-step", "liger-checkpointing", "actswap-streamed"),
+    *("actswap-tiled-loss-recompute", "liger-tiled-mlp-checkpointing", "hf-checkpointing-offload"),
+    *("actswap-mix-eager", "actswap-everything-auto", "eager"),
 )
 _CURVE = tuple(row.name for row in ROWS if row.budget is not None)
 _ALL = tuple(row.name for row in ROWS)
@@ -372,9 +336,10 @@ def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
     yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
     if known["dirty"]:
         yield "# tracked files differ from the commit that the results will name"
-    carried = " ".join(f'{name}="$PWD/{CARRIED}"' for name in (TRL_VARIABLE, LIGER_VARIABLE))
     before = f'export {RESULTS_VARIABLE}="${{TMPDIR:-/tmp}}/hf_actswap_results" '
-    before += f'{COMMIT_VARIABLE}={known["id"] or ""} {carried}; mkdir -p "${RESULTS_VARIABLE}"; '
+    before += (
+        f'{COMMIT_VARIABLE}={known["id"] or ""} PYTHONPATH="$PWD/{CARRIED}"; mkdir -p "${RESULTS_VARIABLE}"; '
+    )
     if out_folder is not None:
         before += f'trap \'tar -czf "{out_folder}/{ARCHIVE}" -C "${RESULTS_VARIABLE}" .\' EXIT; '
     for place, (title, arguments, budget_s) in enumerate(HALF_HOURS[number - 1], 1):
@@ -398,11 +363,10 @@ class Day:
         file = f"gpu_day_{file_name(machine.name)}.json"
         self.stderr = self.folder / "gpu_day_stderr.txt"
         _shorten(self.stderr)
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--device", machine.device]
         self.environment = dict(ENVIRONMENT)
         if machine.is_cpu:  # on a shared machine several threads wait for each other
             self.environment["OMP_NUM_THREADS"] = "1"
-        self.worker = Worker(command, self.stderr, self.environment)
+        self.worker = Worker(machine.device, self.stderr, self.environment)
         self.place = Place(self.stderr, self.environment, options.processes, self.say)
         self.session = Session(
             Records(self.folder / file, RESULTS / file),
@@ -462,7 +426,7 @@ class Day:
         if stage.tests:
             self.worker.stop()  # it would hold device memory during the tests
         for tests in stage.tests:
-            done += SuiteRun(tests, self.session, self.place, deadline_s).run()
+            done += run_suite(tests, self.session, self.place, deadline_s)
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
         repeated = repeated_jobs(stage, self.machine)
         reserved_s = sum(job.estimate_s(self.session) for job in repeated)
@@ -547,7 +511,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="default: not on the CPU, where it is slow"
     )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.stage = [number for numbers in options.stage or [list(STAGES)] for number in numbers]
     return options
@@ -556,12 +519,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run stages; return the exit status."""
     options = _parse(argv)
-    if options.worker:
-        serve(options.device)
-        return 0
-    for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # children run in other folders
-        if os.environ.get(name):
-            os.environ[name] = str(Path(os.environ[name]).resolve())
+    if os.environ.get(RESULTS_VARIABLE):  # children run in other folders
+        os.environ[RESULTS_VARIABLE] = str(Path(os.environ[RESULTS_VARIABLE]).resolve())
     if options.half_hour is not None:
         for number in (options.half_hour,) if options.half_hour else (1, 2):
             for line in half_hour(number, options.out_folder):

@@ -7,18 +7,13 @@ stable, within a budget that is taken from the peaks of other methods.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,12 +36,6 @@ from hf_actswap.planner.plan_file import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
 """It imports only torch, psutil, accelerate and transformers, because TRL's packages load the rest lazily."""
-TRL_VARIABLE = "HF_ACTSWAP_TRL"
-"""Environment variable for a folder with this one file of TRL, for machines without TRL."""
-_TRL_FILE = "trl/models/activation_offloading.py"
-LIGER_VARIABLE = "HF_ACTSWAP_LIGER"
-"""Environment variable for a folder with ``liger_kernel``, for machines without it."""
-
 _SHARE_OF_HOST_MEMORY = 0.6
 _PINNED_OVER_SAVED = 1.3
 """PyTorch's pinned allocator rounds each tensor up to a power of two."""
@@ -246,28 +235,6 @@ def flash_attention(step: TrainingStep, _options: object) -> Iterator[None]:
     yield from _with_context(step, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
 
 
-def trl_module() -> ModuleType:
-    """Return TRL's module, from the folder that ``HF_ACTSWAP_TRL`` names or as installed.
-
-    Raises:
-        ImportError: it is in neither place.
-    """
-    folder = os.environ.get(TRL_VARIABLE)
-    if not folder or TRL_MODULE in sys.modules:
-        return importlib.import_module(TRL_MODULE)
-    path = Path(folder, _TRL_FILE)
-    if not path.is_file():
-        raise ImportError(f"no such file: {path}")
-    # Load the file alone: its package would look for the rest of TRL, which it does not need.
-    spec = importlib.util.spec_from_file_location(TRL_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"not a module: {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[TRL_MODULE] = module
-    return module
-
-
 @contextmanager
 def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Put TRL's activation offloading around every step, as its trainers do.
@@ -276,25 +243,13 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
         step: model and input; hooks that TRL leaves on an output head are removed at exit.
         options: ``checkpointing``: use transformers' checkpointing as well.
     """
-    module = trl_module()
+    module = import_module(TRL_MODULE)
     with ExitStack() as stack:
         stack.enter_context(_hooks_restored(step.model))
         if (options or {}).get("checkpointing"):
             stack.enter_context(hf_checkpointing(step, None))
         manager = module.get_act_offloading_ctx_manager(step.model, warn_if_no_head=False)
         yield from _with_context(step, lambda: manager)
-
-
-def liger_module(name: str) -> ModuleType:
-    """Return a module of ``liger_kernel``, as installed or from the folder that ``HF_ACTSWAP_LIGER`` names.
-
-    Raises:
-        ImportError: it is in neither place, or Triton is missing.
-    """
-    folder = os.environ.get(LIGER_VARIABLE)
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(f"liger_kernel.{name}")
 
 
 @contextmanager
@@ -307,13 +262,13 @@ def liger_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -
         step: a whole model and its input.
         options: ``tiled_mlp``: use Liger's tiled MLPs as well, with tiles of the size that it chooses.
     """
-    put_on = liger_module("transformers").apply_liger_kernel_to_llama
+    put_on = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
     with ExitStack() as stack:
         stack.enter_context(hf_checkpointing(step, None))
         stack.callback(vars(step.model).pop, "forward", None)
         put_on(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True, model=step.model)
         if (options or {}).get("tiled_mlp"):
-            in_tiles = liger_module("ops.tiled_mlp").apply_tiled_mlp
+            in_tiles = import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
             for mlp in (layer.mlp for layer in step.decoder_layers):
                 stack.callback(vars(mlp).pop, "forward")
                 mlp.forward = partial(in_tiles, type(mlp).forward, mlp)
@@ -429,24 +384,21 @@ def no_trl(step: TrainingStep) -> str:
     """Return why TRL cannot be used: no device memory, or it cannot be imported; else ``""``."""
     if no_device(step):
         return no_device(step)
-    try:
-        trl_module()
-    except ImportError as error:
-        return (
-            f"TRL cannot be imported ({error}): pip install 'hf-actswap[bench]', or let {TRL_VARIABLE} name "
-            f"a folder in which its module lies ({_TRL_FILE})"
-        )
-    return ""
+    return _not_imported(TRL_MODULE, "pip install 'hf-actswap[bench]'")
 
 
 def no_liger(step: TrainingStep) -> str:
     """Return why Liger cannot be used: no device for Triton, or it cannot be imported; else ``""``."""
     if step.device.type == "cpu":
         return "Liger's kernels are Triton's, which has none for the CPU"
+    return _not_imported("liger_kernel.transformers", "pip install liger-kernel")
+
+
+def _not_imported(module: str, hint: str) -> str:
     try:
-        liger_module("transformers")
+        import_module(module)
     except ImportError as error:
-        return f"Liger cannot be imported ({error}): pip install liger-kernel, or see {LIGER_VARIABLE}"
+        return f"{module} cannot be imported ({error}): {hint}, or let PYTHONPATH name a folder that has it"
     return ""
 
 

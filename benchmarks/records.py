@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -260,15 +260,6 @@ def console_of(console: Console | None) -> Console:
     """Return a console, by default the standard output, wide enough for tables if it is no terminal."""
     console = console or Console()
     return console if console.is_terminal else Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
-
-
-def by_workload(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
-    """Group rows of a file by model and shape, in the order of the file."""
-    groups: dict[Key, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("model", "layers", "seq", "batch", "head"))
-        groups.setdefault(key, []).append(row)
-    return groups
 
 
 def origin(device: torch.device) -> dict[str, Any]:

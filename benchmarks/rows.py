@@ -206,6 +206,12 @@ class Row:
 EAGER = Row("eager", nothing)
 """The row with which all times, memory and gradients are compared; it is always measured, and first."""
 
+
+def _offloads(*obstacles: Obstacle, **estimates: float) -> dict[str, Any]:
+    """Return what rows have in common whose library copies to the host and does not count it."""
+    return {"counts_copies": True, "obstacles": obstacles, **estimates}
+
+
 FLASH = "eager-flash"
 """Eager under the attention of the steps that compare gradients; on Hopper timed steps use cuDNN's."""
 AGAIN = "-again"
@@ -222,27 +228,18 @@ _PEERS = (
         "hf-checkpointing-offload",
         hf_checkpointing,
         {"offload": True},
-        counts_copies=True,
-        obstacles=(no_offload_option,),
-        relative_time=1.4,
-        pinned_share=0.05,
+        **_offloads(no_offload_option, relative_time=1.4, pinned_share=0.05),
     ),
     Row(
         "trl-offloading",
         trl_offloading,
-        counts_copies=True,
-        obstacles=(no_trl, no_room_on_host),
-        relative_time=2.5,
-        pinned_share=1.2,
+        **_offloads(no_trl, no_room_on_host, relative_time=2.5, pinned_share=1.2),
     ),
     Row(
         "trl-offloading-checkpointing",
         trl_offloading,
         {"checkpointing": True},
-        counts_copies=True,
-        obstacles=(no_trl,),
-        relative_time=1.4,
-        pinned_share=0.05,
+        **_offloads(no_trl, relative_time=1.4, pinned_share=0.05),
     ),
     Row("liger-checkpointing", liger_checkpointing, obstacles=(no_head, no_liger), relative_time=1.35),
     Row(
@@ -255,146 +252,76 @@ _PEERS = (
     Row(
         "save-on-cpu",
         save_on_cpu,
-        counts_copies=True,
-        obstacles=(no_device, no_room_on_host),
-        relative_time=4.5,
-        pinned_share=1.8,
+        **_offloads(no_device, no_room_on_host, relative_time=4.5, pinned_share=1.8),
     ),
 )
+
+
+def _exact(name: str, config: Any, relative_time: float, pinned_share: float = 0.0) -> Row:
+    times = {"relative_time": relative_time, "pinned_share": pinned_share}
+    return Row(name, actswap, config, must_be_exact=True, **times)
+
+
+def _in_tiles(name: str, config: Any, relative_time: float, pinned_share: float = 0.0) -> Row:
+    """Return a row whose gradients of weights are sums over tiles, which are not bitwise equal to eager's."""
+    times = {"relative_time": relative_time, "pinned_share": pinned_share}
+    return Row(name, actswap, config, obstacles=(no_head,), **times)
+
 
 _OURS = (
-    Row(
-        "actswap-default-auto",
-        actswap,
-        {"swap_config": {"swap": True, "default_prefetch": "auto"}},
-        must_be_exact=True,
-        relative_time=1.05,
-        pinned_share=0.1,
-    ),
-    Row(
-        "actswap-case3-auto",
-        actswap,
-        recipe_with_auto("case3_op_swap.yaml"),
-        must_be_exact=True,
-        relative_time=1.05,
-        pinned_share=0.2,
-    ),
-    Row(
-        "actswap-everything-20",
-        actswap,
-        swap_everything(20),
-        must_be_exact=True,
-        relative_time=2.3,
-        pinned_share=1.0,
-    ),
-    Row(
-        "actswap-everything-auto",
-        actswap,
-        swap_everything("auto"),
-        must_be_exact=True,
-        relative_time=1.05,
-        pinned_share=0.4,
-    ),
-    Row(
-        "actswap-full-recompute",
-        actswap,
-        {"recompute_config": {"recompute": True}},
-        must_be_exact=True,
-        relative_time=1.3,
-    ),
-    Row(
-        "actswap-mixed",
-        actswap,
-        MIXED,
-        must_be_exact=True,
-        relative_time=1.6,
-        pinned_share=0.5,
-    ),
-    Row("actswap-elementwise", actswap, ELEMENTWISE, must_be_exact=True, relative_time=1.1),
-    Row(
-        "actswap-mix-eager",
-        actswap,
-        eager_mix,
-        must_be_exact=True,
-        relative_time=1.2,
-        pinned_share=0.3,
-    ),
-    # Gradients of weights are sums over tiles, which are not bitwise equal to eager's.
-    Row("actswap-tiled-loss", actswap, TILED_LOSS, obstacles=(no_head,), relative_time=1.05),
-    Row(
-        "actswap-tiled-loss-recompute",
-        actswap,
-        {**TILED_LOSS, "recompute_config": {"recompute": True}},
-        obstacles=(no_head,),
-        relative_time=1.35,
-    ),
+    _exact("actswap-default-auto", {"swap_config": {"swap": True, "default_prefetch": "auto"}}, 1.05, 0.1),
+    _exact("actswap-case3-auto", recipe_with_auto("case3_op_swap.yaml"), 1.05, 0.2),
+    _exact("actswap-everything-20", swap_everything(20), 2.3, 1.0),
+    _exact("actswap-everything-auto", swap_everything("auto"), 1.05, 0.4),
+    _exact("actswap-full-recompute", {"recompute_config": {"recompute": True}}, 1.3),
+    _exact("actswap-mixed", MIXED, 1.6, 0.5),
+    _exact("actswap-elementwise", ELEMENTWISE, 1.1),
+    _exact("actswap-mix-eager", eager_mix, 1.2, 0.3),
+    _in_tiles("actswap-tiled-loss", TILED_LOSS, 1.05),
+    _in_tiles("actswap-tiled-loss-recompute", {**TILED_LOSS, "recompute_config": {"recompute": True}}, 1.35),
     Row("actswap-tiled-layers-recompute", actswap, TILED_LAYERS, relative_time=1.4),
-    Row("actswap-streamed", actswap, STREAMED, obstacles=(no_head,), relative_time=1.7, pinned_share=0.5),
-    Row(
-        "actswap-tiled-step", actswap, TILED_STEP, obstacles=(no_head,), relative_time=1.45, pinned_share=0.1
-    ),
+    _in_tiles("actswap-streamed", STREAMED, 1.7, 0.5),
+    _in_tiles("actswap-tiled-step", TILED_STEP, 1.45, 0.1),
 )
 
 
-def _compiled_row(name: str, group: str, config: Any, **values: Any) -> Row:
-    return Row(name, compiled, config, compile_group=group, obstacles=(no_compiler,), **values)
+def _compiled_row(name: str, group: str, config: Any, relative_time: float, **values: Any) -> Row:
+    values |= {"compile_group": group, "obstacles": (no_compiler,), "relative_time": relative_time}
+    return Row(name, compiled, config, **values)
 
 
+_EVERYTHING = {"actswap": swap_everything("auto")}
+_HALF = {"memory_budget": 0.5}
 _COMPILED = (
-    _compiled_row("compiled", "1.0", {}, relative_time=0.9),
+    _compiled_row("compiled", "1.0", {}, 0.9),
+    _compiled_row("actswap-compiled-auto", "1.0", _EVERYTHING, 0.95, pinned_share=0.3),
+    _compiled_row("compiled-budget-0.5", "0.5", _HALF, 1.0),
+    _compiled_row("actswap-compiled-budget-0.5-auto", "0.5", {**_HALF, **_EVERYTHING}, 1.0, pinned_share=0.3),
+    _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, 1.3),
+    _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, 1.05),
+    _compiled_row("actswap-compiled-mix", "mix", _in_compiled(compiled_mix), 0.95, pinned_share=0.3),
     _compiled_row(
-        "actswap-compiled-auto",
-        "1.0",
-        {"actswap": swap_everything("auto")},
-        relative_time=0.95,
-        pinned_share=0.3,
-    ),
-    _compiled_row("compiled-budget-0.5", "0.5", {"memory_budget": 0.5}, relative_time=1.0),
-    _compiled_row(
-        "actswap-compiled-budget-0.5-auto",
-        "0.5",
-        {"memory_budget": 0.5, "actswap": swap_everything("auto")},
-        relative_time=1.0,
-        pinned_share=0.3,
-    ),
-    _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, relative_time=1.3),
-    _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, relative_time=1.05),
-    _compiled_row(
-        "actswap-compiled-mix",
-        "mix",
-        _in_compiled(compiled_mix),
-        relative_time=0.95,
-        pinned_share=0.3,
-    ),
-    _compiled_row(
-        "actswap-compiled-lean-mix",
-        "lean-mix",
-        _in_compiled(compiled_lean_mix),
-        relative_time=1.0,
-        pinned_share=0.15,
+        "actswap-compiled-lean-mix", "lean-mix", _in_compiled(compiled_lean_mix), 1.0, pinned_share=0.15
     ),
 )
 
 BUDGETS = {
     "offload": Budget(peak_of="hf-checkpointing-offload"),
     "checkpointing": Budget(peak_of="hf-checkpointing"),
-    "20": Budget(share=0.2),
-    "35": Budget(share=0.35),
     "half": Budget(share=0.5),
-    "65": Budget(share=0.65),
-    "80": Budget(share=0.8),
+    **{str(percent): Budget(share=percent / 100) for percent in (20, 35, 65, 80)},
 }
-"""Budgets of the planner, the smallest first; numbers are percent of eager's activation peak."""
+"""Budgets of the planner; numbers are percent of eager's activation peak."""
 
-REDUCED = "actswap_plan_reduce"
 _PLANNED: dict[str, Any] = {"relative_time": 1.1, "pinned_share": 0.3}
+_PLANNED_EXACT = _PLANNED | {"must_be_exact": True}
 
 PLANNER_ROWS: tuple[Row, ...] = (
     *(
-        Row(f"actswap_plan_{name}", actswap_plan, budget=budget, must_be_exact=True, **_PLANNED)
+        Row(f"actswap_plan_{name}", actswap_plan, budget=budget, **_PLANNED_EXACT)
         for name, budget in BUDGETS.items()
     ),
-    Row(REDUCED, actswap_plan, budget=Budget(reduce_share=0.3), must_be_exact=True, **_PLANNED),
+    Row("actswap_plan_reduce", actswap_plan, budget=Budget(reduce_share=0.3), **_PLANNED_EXACT),
     *(
         _compiled_row(f"actswap_plan_compiled_{name}", "1.0", {}, budget=budget, **_PLANNED)
         for name, budget in BUDGETS.items()

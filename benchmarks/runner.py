@@ -4,7 +4,7 @@ A `Session` goes through its jobs. A job whose result is recorded is not measure
 does not fit into the time that is left is left out; every result is in the file before the next job begins.
 One of two objects measures:
 
-* `InProcessMeasurer` measures in this process, for the CPU and for tests.
+* `answerer` measures in this process, for the CPU and for tests.
 * `Worker` is a process of its own that answers the same requests. A kernel that fails poisons the CUDA
   context of its whole process, and a hang in the driver cannot be interrupted from inside. So the process
   that measures must be one that can be ended from outside, and the process that keeps the results must never
@@ -12,9 +12,8 @@ One of two objects measures:
   to 20 s, as long as a row. A new one starts when a row failed and left memory behind, hung, or killed it.
 
 Suites of tests run under pytest in processes of their own, and each test is a row of the results, recorded
-when it ends (`tests/row_reports.py` reports it). So if a run is ended, hangs or dies, only the tests that ran
-at that moment are not recorded. A test that exceeds its time limit is ended with its process, and the others
-continue in a new one. A test whose process died runs once more, in case another test was the reason.
+when it ends (`tests/row_reports.py` reports it). So if a run is ended, only the tests that ran at that moment
+are not recorded. A test that hangs or dies is recorded, and the others continue in a new process.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import faulthandler
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -32,16 +31,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from benchmarks import REPORTS_VARIABLE, SETTLED_VARIABLE, TEST_LIMIT_VARIABLE
 from benchmarks.measure import Bench, empty_result
 from benchmarks.methods import options_of
 from benchmarks.records import (
@@ -57,7 +58,7 @@ from benchmarks.records import (
     origin,
 )
 from benchmarks.rows import EAGER, ROWS, Row
-from benchmarks.trainings import CASES, training_answer
+from benchmarks.trainings import training_answer
 from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,11 @@ _SECONDS_TO_START = 90.0
 """Time in which a worker must start, which is imports only."""
 _SECONDS_FOR_ORIGIN = 90.0
 """Time limit of a worker's first request, which makes the device's context and measures the link."""
+
+_SECONDS_TO_END = 3.0
+"""Time that a process gets to end by itself or to write the stacks of its threads."""
+_TOLD_BYTES = 20_000
+TEST_LIMIT_S = 240.0
 
 Request = dict[str, Any]
 Ask = Callable[[Request, float | None], Line]
@@ -413,212 +419,141 @@ def in_words(record: Record) -> str:
     return ", ".join(parts)
 
 
-class InProcessMeasurer:
-    """Measures in this process.
+def answerer(device: torch.device, rows: Sequence[Row] = ROWS) -> tuple[Ask, Bench]:
+    """Return what measures requests in this process, without a limit, and the bench on which it does.
 
     Args:
         device: the device to measure on.
         rows: rows of the frontier, which requests name.
     """
+    bench = Bench(device, rows)
 
-    def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
-        self._device, self.bench = device, Bench(device, rows)
-        self._kinds: dict[str, Callable[[Request], Line]] = {
-            "origin": lambda _request: origin(self._device),
-            "frontier": self._frontier,
-            **dict.fromkeys((case.kind for case in CASES), self._training),
-        }
+    def answer(request: Request, _limit_s: float | None = None) -> Line:
+        if request["kind"] == "origin":
+            return origin(device)
+        if request["kind"] == "frontier":
+            workload = Workload(**request["workload"])
+            return asdict(bench.measure(workload, request["row"], request["config"], request["compared"]))
+        bench.clear()
+        return training_answer(request, device)
 
-    def __call__(self, request: Request, _limit_s: float | None = None) -> Line:
-        """Measure a request, as `Ask` says; the limit is ignored, as nothing could enforce it."""
-        return self._kinds[request["kind"]](request)
-
-    def _frontier(self, request: Request) -> Line:
-        workload = Workload(**request["workload"])
-        result = self.bench.measure(workload, request["row"], request["config"], request["compared"])
-        return asdict(result)
-
-    def _training(self, request: Request) -> Line:
-        self.bench.clear()
-        return training_answer(request, self._device)
+    return answer, bench
 
 
-REPORTS_VARIABLE = "HF_ACTSWAP_REPORTS"
-"""Environment variable with the file descriptor of the pipe to which a child's process reports."""
-_TOLD_BYTES = 20_000
-"""The most bytes that `ReportingProcess.stop` returns of a process's output: the end of it."""
-_SECONDS_TO_END = 3.0
-"""Time that a process gets to end by itself or to write the stacks of its threads."""
-
-
-class ReportingProcess:
-    """A process that reports line by line to a pipe, whose number it reads from ``REPORTS_VARIABLE``.
+def serve(requests: Connection, output: Path, device: str, rows: Sequence[Row] = ROWS) -> None:
+    """Answer requests in a process of its own, until one leaves it in a state that cannot be trusted.
 
     Args:
-        command: program and arguments of the process.
-        stderr: file to which its standard output and error are appended.
-        environment: environment variables, added to those of this process.
-        folder: its working folder; ``None``: that of this process.
+        requests: connection to the `Worker`. The first answer is ``ready``; the last one has ``ends`` set.
+        output: file to which the output of this process and its children is appended.
+        device: name of the device to measure on.
+        rows: rows of the frontier, which requests name.
     """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        stderr: Path,
-        environment: Mapping[str, str],
-        folder: Path | None = None,
-    ) -> None:
-        self._stderr = stderr
-        stderr.parent.mkdir(parents=True, exist_ok=True)
-        reading, writing = os.pipe()
-        with stderr.open("ab") as output:
-            self._told_from = output.seek(0, os.SEEK_END)
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                cwd=folder,
-                env={**os.environ, **environment, REPORTS_VARIABLE: str(writing)},
-                text=True,
-                pass_fds=(writing,),
-                process_group=0,  # not a session of its own, so that it ends with the session of this process
-            )
-        os.close(writing)
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._pass_on, args=(reading,), daemon=True).start()
-
-    def _pass_on(self, reading: int) -> None:
-        with os.fdopen(reading, encoding="utf-8") as stream:
-            for line in stream:
-                self._lines.put(line)
-        self._lines.put(None)
-
-    def send(self, line: str) -> None:
-        """Write a line to its standard input; if the process is gone, only `next_line` shows it."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.write(f"{line}\n")
-            self._process.stdin.flush()
-
-    def next_line(self, limit_s: float | None) -> str | None:
-        """Return the next line that the process reports, or ``None`` if it has ended.
-
-        Raises:
-            queue.Empty: no line came within ``limit_s`` seconds.
-        """
-        return self._lines.get(timeout=limit_s)
-
-    def stop(self, says: bool = False) -> tuple[int | None, str]:
-        """End the process and its children; return its exit status and the end of its output.
-
-        A process that hangs in the driver and cannot be killed is left behind.
-
-        Args:
-            says: whether to let it first write the stacks of its threads.
-        """
-        process = self._process
-        if says and process.poll() is None:
-            os.killpg(process.pid, signal.SIGUSR1)
-        with suppress(OSError):
-            assert process.stdin is not None
-            process.stdin.close()  # an idle worker ends then
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_SECONDS_TO_END)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10 * _SECONDS_TO_END)
-        with self._stderr.open("rb") as written:
-            written.seek(self._told_from)
-            told = written.read()[-_TOLD_BYTES:].decode("utf-8", "replace")
-        return process.returncode, told
-
-
-def reports_to() -> Callable[[str], None]:
-    """Return the function by which the process of a `ReportingProcess` reports a line."""
-    stream = os.fdopen(int(os.environ[REPORTS_VARIABLE]), "w", encoding="utf-8")
-
-    def report(line: str) -> None:
-        stream.write(f"{line}\n")
-        stream.flush()
-
-    return report
-
-
-def serve(device: str, rows: Sequence[Row] = ROWS) -> None:
-    """Answer requests, one line of JSON each, from the standard input to the pipe of a `ReportingProcess`.
-
-    The first line is ``ready``. If this process cannot be trusted after a failure, its last answer has
-    ``ends`` set.
-    """
-    reports = reports_to()
+    os.setpgid(0, 0)  # its compilers end with it
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    answers = InProcessMeasurer(device_named(device), rows)
-    reports("ready")
-    for line in sys.stdin:
+    answer, bench = answerer(device_named(device), rows)
+    requests.send("ready")
+    ends = False
+    while not ends:
         try:
-            answer = answers(json.loads(line))
+            request = requests.recv()
+        except EOFError:
+            return
+        try:
+            line = answer(request, None)
         except Exception as error:
             logger.exception("a request failed")
-            answer = {
-                "status": "failed",
-                "reason": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-            }
-        ends = answer.get("status", "measured") != "measured" and not answers.bench.is_sound()
-        reports(json.dumps({**answer, "ends": ends}))
-        if ends:
-            break
+            reason = f"{type(error).__name__}: {error}"
+            line = {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
+        ends = line.get("status", "measured") != "measured" and not bench.is_sound()
+        requests.send({**line, "ends": ends})
 
 
 class Worker:
     """Measures in a process of its own, which is started at the first request and again after it ended.
 
     Args:
-        command: command that runs `serve`.
-        stderr: file to which its output is appended.
+        device: name of the device to measure on.
+        output: file to which its output is appended.
         environment: environment variables, added to those of this process.
+        target: `serve`, or a function in its place.
     """
 
-    def __init__(self, command: Sequence[str], stderr: Path, environment: Mapping[str, str]) -> None:
-        self._starts = lambda: ReportingProcess(command, stderr, environment)
-        self._child: ReportingProcess | None = None
+    def __init__(
+        self,
+        device: str,
+        output: Path,
+        environment: Mapping[str, str],
+        target: Callable[[Connection, Path, str], None] = serve,
+    ) -> None:
+        self._device, self._output, self._environment, self._target = device, output, environment, target
+        self._process: SpawnProcess | None = None
 
     def __call__(self, request: Request, limit_s: float | None = None) -> Line:
         """Measure a request, as `Ask` says; the limit does not include the start of the process."""
-        if self._child is None:
-            self._child = self._starts()
-            self._next_line(_SECONDS_TO_START, "it did not start in")
-        self._child.send(json.dumps(request))
-        answer: Line = json.loads(self._next_line(limit_s, "no answer after"))
+        if self._process is None:
+            self._start()
+            self._answer(_SECONDS_TO_START, "it did not start in")
+        with suppress(OSError):  # if the process is gone, the answer shows it
+            self._requests.send(request)
+        answer: Line = self._answer(limit_s, "no answer after")
         if answer.pop("ends"):
             self.stop()
         return answer
 
-    def stop(self, says: bool = False) -> tuple[int | None, str]:
-        """End the process, if there is one; return its exit status and the end of its output."""
-        child, self._child = self._child, None
-        return (None, "") if child is None else child.stop(says)
+    def _start(self) -> None:
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        self._told_from = self._output.stat().st_size if self._output.exists() else 0
+        os.environ.update(self._environment)  # which a new process inherits
+        context = multiprocessing.get_context("spawn")
+        self._requests, theirs = context.Pipe()
+        self._process = context.Process(target=self._target, args=(theirs, self._output, self._device))
+        self._process.start()
+        theirs.close()
 
-    def _next_line(self, limit_s: float | None, what: str) -> str:
-        assert self._child is not None
+    def _answer(self, limit_s: float | None, what: str) -> Any:
+        assert self._process is not None
         try:
-            line = self._child.next_line(limit_s)
-        except queue.Empty:
-            _, told = self.stop(says=True)
-            raise MeasureError("timed out", f"{what} {limit_s:.0f} s", told) from None
-        if line is None:
-            status, told = self.stop()
-            raise MeasureError("failed", f"its process ended with status {status}", told)
-        return line
+            if not self._requests.poll(limit_s):
+                os.kill(self._process.pid or 0, signal.SIGUSR1)  # says where its threads are
+                raise MeasureError("timed out", f"{what} {limit_s:.0f} s", self.stop())
+            return self._requests.recv()
+        except (EOFError, OSError):
+            self._process.join(_SECONDS_TO_END)
+            status = self._process.exitcode
+            raise MeasureError("failed", f"its process ended with status {status}", self.stop()) from None
+
+    def stop(self) -> str:
+        """End the process, if there is one, and its children; return the end of its output.
+
+        A process that hangs in the driver and cannot be killed is left behind.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        self._requests.close()  # an idle process ends then
+        process.join(_SECONDS_TO_END)
+        end_group(process.pid or 0)
+        process.join(10 * _SECONDS_TO_END)
+        return told_since(self._output, self._told_from)
 
 
-TEST_LIMIT_S = 240.0
-_MOST_ATTEMPTS = 2
-"""How often a test whose process dies is run: the first time another test may have been the reason."""
+def end_group(pid: int) -> None:
+    """Kill the processes of a group, if there are any."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def told_since(output: Path, start: int) -> str:
+    """Return the end of what was written to a file, at most, since it had ``start`` bytes."""
+    with output.open("rb") as written:
+        written.seek(start)
+        return written.read()[-_TOLD_BYTES:].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -639,19 +574,30 @@ class Suite:
     without: tuple[str, ...] = ()
     processes: int = 1
 
+    def command(self, processes: int) -> list[str]:
+        """Return the command that runs the tests in at most so many processes."""
+        # Without pyproject.toml's options: they need pytest-timeout, which may not be installed.
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
+        command += ["-p", "tests.row_reports", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
+        command += ["-m", self.marker] if self.marker else []
+        command += [f"--deselect={test}" for test in self.without]
+        if min(self.processes, processes) > 1 and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(min(self.processes, processes)), "--dist", "worksteal"]
+        return [*command, *self.paths]
+
 
 @dataclass(frozen=True)
 class Place:
     """Where and how suites run.
 
     Args:
-        stderr: file to which the output of processes is appended.
+        output: file to which the output of processes is appended.
         environment: environment variables of the processes, added to those of this one.
         processes: the most processes that run tests at once.
         say: called with a line for each test.
     """
 
-    stderr: Path
+    output: Path
     environment: Mapping[str, str]
     processes: int
     say: Callable[[str], None]
@@ -672,8 +618,8 @@ class TestRecord(Record):
     properties: dict[str, Any] = field(default_factory=dict)
 
 
-class SuiteRun:
-    """Runs one suite and records each test.
+def run_suite(suite: Suite, session: Session, place: Place, deadline_s: float) -> list[Record]:
+    """Run pytest until every test that is not settled is recorded, or the time is over.
 
     Args:
         suite: the tests.
@@ -681,135 +627,92 @@ class SuiteRun:
         place: where and how the tests run.
         deadline_s: end of the time, on the session's clock.
     """
+    done: list[Record] = []
+    while session.clock() < deadline_s:
+        lines = [line for line in session.records if line["kind"] == "test"]
+        settled = {
+            line["method"]
+            for line in lines
+            if line["device"] == session.device and session.is_settled_line(line)
+        }
+        settled |= {getattr(record, "method", "") for record in done}  # what is skipped is tried once
+        before, whole = len(done), False
+        for event in _events_of(suite, place, sorted(settled), deadline_s - session.clock()):
+            whole = event["status"] == "end"
+            if not whole:
+                done.append(_record_of(suite, event))
+                session.record(done[-1])
+                place.say(f"{suite.name} {event['id']}: {in_words(done[-1])}")
+        if whole or len(done) == before:
+            return done
+    place.say(f"{suite.name}: the stage's time is over; call it again for what is left")
+    return done
 
-    def __init__(self, suite: Suite, session: Session, place: Place, deadline_s: float) -> None:
-        self._suite, self._session, self._place, self._deadline_s = suite, session, place, deadline_s
-        self._attempts: Counter[str] = Counter()
-        self._done: list[Record] = []
-        self._parts: dict[str, list[dict[str, Any]]] = {}
-        self._running: dict[str, float] = {}
 
-    def run(self) -> list[Record]:
-        """Run pytest until every test that is not settled is recorded, or the time is over."""
-        while self._deadline_s > self._session.clock():
-            before = len(self._done) + sum(self._attempts.values())
-            if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
-                break
-        return self._done
-
-    def _one_pass(self) -> bool:
-        """Run pytest once; return whether nothing is left to do."""
-        self._parts, self._running = {}, {}
-        with tempfile.TemporaryDirectory() as folder:
-            settled = Path(folder, "settled.json")
-            settled.write_text(json.dumps(self._settled()), encoding="utf-8")
-            environment = {**self._place.environment, "HF_ACTSWAP_SETTLED": str(settled)}
-            child = ReportingProcess(self._command(), self._place.stderr, environment, REPOSITORY)
-            crashes = sum(self._attempts.values())
-            try:
-                ended = self._follow(child)
-            finally:
-                child.stop()
-        return ended and sum(self._attempts.values()) == crashes
-
-    def _command(self) -> list[str]:
-        # Without pyproject.toml's options: they need pytest-timeout, which may not be installed.
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
-        command += ["-p", "tests.row_reports", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
-        command += [] if not self._suite.marker else ["-m", self._suite.marker]
-        for test in self._suite.without:
-            command += ["--deselect", test]
-        processes = min(self._suite.processes, self._place.processes)
-        if processes > 1 and importlib.util.find_spec("xdist") is not None:
-            command += ["-n", str(processes), "--dist", "worksteal"]
-        return [*command, *self._suite.paths]
-
-    def _settled(self) -> list[str]:
-        """Return ids of tests that need not run; skipped tests are tried once in each call."""
-        lines = [line for line in self._session.records if line["kind"] == "test"]
-        mine = [line for line in lines if line["device"] == self._session.device]
-        settled = {line["method"] for line in mine if self._session.is_settled_line(line)}
-        return sorted(settled | {getattr(record, "method", "") for record in self._done})
-
-    def _follow(self, child: ReportingProcess) -> bool:
-        """Record the tests that the process reports; return whether it ended as it should."""
-        while True:
-            now_s = self._session.clock()
-            hangs_at_s = min(
-                (began_s + TEST_LIMIT_S for began_s in self._running.values()), default=now_s + 3600
+def _events_of(suite: Suite, place: Place, settled: Sequence[str], left_s: float) -> Iterator[Line]:
+    """Run pytest once; yield each test that ends or dies, and last, if nothing died, the status ``end``."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        left_out = Path(folder, "settled.json")
+        left_out.write_text(json.dumps(settled), encoding="utf-8")
+        told = {REPORTS_VARIABLE: str(writing), TEST_LIMIT_VARIABLE: str(TEST_LIMIT_S)}
+        environment = {**os.environ, **place.environment, **told, SETTLED_VARIABLE: str(left_out)}
+        place.output.parent.mkdir(parents=True, exist_ok=True)
+        with place.output.open("ab") as output:
+            start = output.seek(0, os.SEEK_END)
+            child = subprocess.Popen(
+                suite.command(place.processes),
+                stdout=output,
+                stderr=output,
+                cwd=REPOSITORY,
+                env=environment,
+                pass_fds=(writing,),
+                process_group=0,  # not a session of its own, so that it ends with the session of this process
             )
-            try:
-                line = child.next_line(max(min(self._deadline_s, hangs_at_s) - now_s, 0.0))
-            except queue.Empty:
-                return self._cut(child)
-            if line is None:
-                self._died(child)
-                return False
-            event = json.loads(line)
-            if event["event"] == "end":
-                return True
-            self._take(event)
+        os.close(writing)
+        over = threading.Timer(left_s, end_group, (child.pid,))
+        over.start()
+        running: dict[str, float] = {}
+        whole = lost = False
+        try:
+            with os.fdopen(reading, encoding="utf-8") as lines:
+                for event in map(json.loads, lines):
+                    if event["status"] == "start":
+                        running[event["id"]] = time.monotonic()
+                        continue
+                    began_s = running.pop(event["id"], None)
+                    if event["status"] != "died":
+                        whole = event["status"] == "end"
+                        yield {**event, "status": "end"} if whole and not lost else event
+                    elif began_s is not None:
+                        lost = True
+                        yield _dead(
+                            event["id"], began_s, f"{told_since(place.output, start)}\n{event['text']}"
+                        )
+            if not whole and over.is_alive():  # the process that knows of all tests died, or let itself die
+                child.wait(_SECONDS_TO_END)
+                ended = f"pytest's process ended with status {child.returncode}"
+                for test, began_s in running.items():
+                    yield _dead(test, began_s, f"{told_since(place.output, start)}\n{ended}")
+        finally:
+            over.cancel()
+            end_group(child.pid)
+            child.wait(10 * _SECONDS_TO_END)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        test = event["id"]
-        if event["event"] == "start":
-            self._running[test] = self._session.clock()
-        elif event["event"] == "report":
-            self._parts.setdefault(test, []).append(dict(event))
-        elif event["event"] == "crash":
-            if self._running.pop(test, None) is not None:
-                self._crashed(test, event["text"])
-        elif self._running.pop(test, None) is not None or test in self._parts:
-            parts = self._parts.pop(test, [])
-            outcomes = [part["outcome"] for part in parts]
-            status = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
-            texts = [part["text"] for part in parts if part["outcome"] != "passed"]
-            properties = {name: value for part in parts for name, value in part.get("properties", {}).items()}
-            seconds = sum(part.get("seconds", 0.0) for part in parts)
-            self._record(test, status, "\n".join(texts), seconds, properties)
 
-    def _crashed(self, test: str, told: str) -> None:
-        """Note that a test's process died, perhaps because of another test; at the second time, record it."""
-        self._attempts[test] += 1
-        if self._attempts[test] >= _MOST_ATTEMPTS:
-            self._record(test, "failed", told)
+def _dead(test: str, began_s: float, told: str) -> Line:
+    """Return the event of a test whose process died: its own watchdog ends it when it takes too long."""
+    seconds = time.monotonic() - began_s
+    status = "timed out" if seconds >= 0.9 * TEST_LIMIT_S else "failed"
+    return {"id": test, "status": status, "text": told, "seconds": seconds, "properties": {}}
 
-    def _died(self, child: ReportingProcess) -> None:
-        status, told = child.stop()
-        for test in list(self._running):
-            self._crashed(test, f"pytest's process ended with status {status}\n{told}")
-        self._running = {}
 
-    def _cut(self, child: ReportingProcess) -> bool:
-        """End the process, because the time is over or a test hangs; return whether the time is over."""
-        _, told = child.stop(says=True)
-        now_s = self._session.clock()
-        for test, began_s in self._running.items():
-            if now_s - began_s >= TEST_LIMIT_S:
-                seconds = now_s - began_s
-                self._record(test, "timed out", f"{told}\nno end after {seconds:.0f} s", seconds)
-        self._running = {}
-        if now_s < self._deadline_s:
-            return False
-        self._place.say(f"{self._suite.name}: the stage's time is over; call it again for what is left")
-        return True
-
-    def _record(
-        self,
-        test: str,
-        status: Any,
-        told: str = "",
-        seconds: float | None = None,
-        properties: Mapping[str, Any] | None = None,
-    ) -> None:
-        record = TestRecord(
-            test, dict(properties or {}), kind="test", workload=self._suite.name, status=status
-        )
-        record.wall_s = seconds
-        if status != "passed":
-            record.reason = next((line for line in reversed(told.splitlines()) if line.strip()), "")[:300]
-        if record.failed:
-            record.traceback = told
-        self._session.record(record)
-        self._done.append(record)
-        self._place.say(f"{self._suite.name} {test}: {in_words(record)}")
+def _record_of(suite: Suite, event: Mapping[str, Any]) -> TestRecord:
+    names = {"kind": "test", "workload": suite.name, "status": event["status"]}
+    record = TestRecord(event["id"], event["properties"], **names)
+    record.wall_s, told = event["seconds"], event["text"]
+    if record.status != "passed":
+        record.reason = next((line for line in reversed(told.splitlines()) if line.strip()), "")[:300]
+    if record.failed:
+        record.traceback = told
+    return record

@@ -72,11 +72,10 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the pages and pictures from outside ``docs``, under their names of the site."""
+    """Add the pages from outside ``docs``, under their names of the site."""
     from mkdocs.structure.files import File
 
-    pictures = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/results").glob("*.png")]
-    for path in (*MOVED, *pictures):
+    for path in MOVED:
         files.append(File.generated(config, _on_site(path), abs_src_path=str(ROOT / path)))
 
 

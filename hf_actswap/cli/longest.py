@@ -148,7 +148,7 @@ class _Lengths:
         host = "" if self._host is None else f"; {size_text(self._host)} of host memory"
         yield f"Budget: {size_text(self._budget_bytes)}{left}{host}"
         yield heading("Longest sequence, every layer recomputed")
-        table = table_of("", "Tokens", "Peak", "Host", "Step", "Ended by")
+        table = table_of("", ">Tokens", ">Peak", ">Host", ">Step", ">Ended by")
         for name, item in found.items():
             sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
             table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)

@@ -176,17 +176,20 @@ class Bullet:
             yield Text(f"{'  - ' if number == 0 else '    '}{line.plain}")
 
 
-def table_of(label: str, *numbers: str, **settings: Any) -> Table:
-    """Return a table without rows: a column of labels that folds, then columns of numbers.
+def table_of(*columns: str, **settings: Any) -> Table:
+    """Return a table without rows.
 
     Args:
-        label, numbers: headers of the columns.
+        columns: headers of the columns; a column of numbers, which are aligned to the right, begins with
+            ``>``. Others fold.
         settings: further settings of the table.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, **settings)
-    table.add_column(label, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in columns:
+        if name.startswith(">"):
+            table.add_column(name.removeprefix(">"), justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold")
     return table
 
 

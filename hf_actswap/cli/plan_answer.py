@@ -9,11 +9,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -21,12 +21,13 @@ from ..config import ActSwapConfig, MemoryConfig, TileConfig, load_config
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, fingerprint_of, folded_tiles, format_scopes
+from ..plan.actions import Scope, fingerprint_of, folded_tiles
 from ..plan.tiles import SECOND_CLASS
 from ..planner.budget import BudgetError
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
+from ..report.console import folded, op_and_fate
 from .options import PREDICTED, AskedAutocastName, AskedStep, AutocastName, PlanRequest
 from .output import (
     Answer,
@@ -143,9 +144,8 @@ def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[Rend
         yield f"Step:   {known[0].step.described()}"
         yield f"Budget: {size_text(known[0].budget_bytes)} a rank; mode {known[0].memory.mode}"
     yield ""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = (">tp", ">Peak, nothing", ">Peak", ">Step", ">Comm.", ">Swapped", ">Recomputed")
+    table = table_of(*names)
     for tp, found in by_tp.items():
         if isinstance(found, ActSwapError):
             table.add_row(str(tp), "", "no plan", "", "", "", "")
@@ -368,19 +368,11 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
         plan: the plan to show.
         profile: profile of the step, for the bytes; ``None``: no bytes are shown.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Layers", overflow="fold")
-    table.add_column("Op", overflow="fold")
-    table.add_column("Fate")
-    table.add_column("Prefetch/release", justify="right")
-    if profile is not None:
-        table.add_column("Saved", justify="right", no_wrap=True)
+    saved_column = () if profile is None else (">Saved",)
+    table = table_of("Layers", "Op", "Fate", ">Prefetch/release", *saved_column)
+    table.columns[3].no_wrap = False  # its header is wide
     sizes = {} if profile is None else dict(saved_by_row(profile, plan))
-    groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in plan.scopes:
-        groups.setdefault(tuple(_lines(plan, sizes, scope)), []).append(scope)
-    for lines, scopes in groups.items():
-        label = _label(scopes, bool(lines))
+    for label, lines, scopes in folded(plan, partial(_lines, plan, sizes)):
         for op, fate, windows, size in lines or ((("everything", "keep", "", 0),) if label else ()):
             saved = [size_text(size * len(scopes)) if size else ""] if profile is not None else []
             table.add_row(label, op, fate, windows, *saved)
@@ -394,10 +386,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
 
 def short_table(plan: MemoryPlan, profile: Profile) -> Table:
     """Return a table with a row for each fate: bytes, and its largest ops, each with its number of layers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Fate")
-    table.add_column("Saved", justify="right", no_wrap=True)
-    table.add_column("Ops (layers)", overflow="fold")
+    table = table_of("Fate", ">Saved", "Ops (layers)")
     found: dict[str, dict[str, list[int]]] = {}
     for (_, op, outcome), size in bytes_by_fate(profile, plan).items():
         if outcome != "unsaved":
@@ -414,7 +403,7 @@ def short_table(plan: MemoryPlan, profile: Profile) -> Table:
 
 def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
     """Return a table of what peaks consist of, with a row for each entry of ``parts``."""
-    table = table_of("", "Weights", "Gradients", "States", "Activations", "Decides")
+    table = table_of("", ">Weights", ">Gradients", ">States", ">Activations", ">Decides")
     for name, part in parts.items():
         sizes = (part.weights, part.gradients, part.states, part.activations + part.workspaces)
         table.add_row(name, *map(size_text, sizes), part.decides)
@@ -423,17 +412,10 @@ def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
 
 def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
     """Return a table of fates as `fate_table`, but with all ops of one fate in one row, without windows."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Layers", overflow="fold", max_width=18)
-    table.add_column("Fate")
-    table.add_column("Ops", overflow="fold")
-    table.add_column("Saved", justify="right", no_wrap=True)
+    table = table_of("Layers", "Fate", "Ops", ">Saved")
+    table.columns[0].max_width = 18
     sizes = dict(saved_by_row(profile, plan))
-    groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in plan.scopes:
-        groups.setdefault(tuple(_by_fate(_lines(plan, sizes, scope))), []).append(scope)
-    for lines, scopes in groups.items():
-        label = _label(scopes, bool(lines))
+    for label, lines, scopes in folded(plan, lambda scope: _by_fate(_lines(plan, sizes, scope))):
         for ops, fate, _, size in lines:
             table.add_row(label, fate, ops, size_text(size * len(scopes)))
             label = ""
@@ -447,7 +429,7 @@ def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None)
         steps: predictions by the row's name, such as ``recompute all``.
         device_bytes: budget; peaks above it are marked. ``None``: none are marked.
     """
-    table = table_of("", "Peak", "Step", "Kept", "Swapped", "Recomputed")
+    table = table_of("", ">Peak", ">Step", ">Kept", ">Swapped", ">Recomputed")
     for name, step in steps.items():
         over = " !" if device_bytes is not None and step.peak_bytes > device_bytes else ""
         table.add_row(
@@ -472,14 +454,8 @@ def _lines(
     plan: MemoryPlan, sizes: Mapping[tuple[Scope, PlanRow | None], int], scope: Scope
 ) -> Iterator[_Line]:
     for row in plan.rows:
-        if row.scope != scope:
-            continue
-        op = row.op_path or "everything"
-        op += "" if row.ordinal is None else f" (call {row.ordinal})"
-        fate: str = row.fate
-        if COMPILE_BUDGET in row.parameters:
-            fate += f", budget {row.parameters[COMPILE_BUDGET]:g}"
-        yield op, fate, windows_text(row), _size_of(sizes, row)
+        if row.scope == scope:
+            yield *op_and_fate(row), windows_text(row), sizes.get((scope, row), 0)
     rest = sizes.get((scope, None), 0)
     if rest:
         named = any(row.scope == scope for row in plan.rows)
@@ -496,11 +472,3 @@ def _by_fate(lines: Iterable[_Line]) -> Iterator[_Line]:
         sizes[fate] = sizes.get(fate, 0) + size
     for fate, size in sizes.items():
         yield ", ".join(ops[fate]), fate, "", size
-
-
-def _label(scopes: list[Scope], with_names: bool) -> str:
-    return format_scopes(scope for scope in scopes if with_names or scope not in SCOPES)
-
-
-def _size_of(sizes: Mapping[tuple[Scope, PlanRow | None], int], row: PlanRow) -> int:
-    return sizes.get((row.scope, row), 0)

@@ -552,8 +552,8 @@ def op_costs(profile: Profile) -> list[OpCost]:
 
 def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
     """Return the costs as a table, times in ms; it has a column ``Copy`` if copies run beside compute."""
-    copy = ("Copy",) if profile.link else ()
-    table = table_of("", "Forward", "Backward", "Saved", "Rebuild", *copy, collapse_padding=True)
+    copy = (">Copy",) if profile.link else ()
+    table = table_of("", ">Forward", ">Backward", ">Saved", ">Rebuild", *copy, collapse_padding=True)
     shown: tuple[int, ...] = ()
     for cost in costs:
         if cost.layers and cost.layers != shown:

@@ -18,14 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from ..errors import ActSwapError
 from ..rehearsal import Options, device_facts
 from .options import AskedStep, AutocastName, DtypeName, Lora, ModelRequest, PaperOptimizerName, PlanRequest
-from .output import Answer, folded_by_layer, heading, listed, size_text, step_ms_text
+from .output import Answer, folded_by_layer, heading, listed, size_text, step_ms_text, table_of
 
 _TYPES: Mapping[str, DtypeName] = {
     "torch.bfloat16": "bf16",
@@ -89,10 +88,7 @@ def _shown_plan(found: Mapping[str, Any]) -> Iterable[RenderableType]:
         f"For {step['batch']} x {step['seq']} tokens in {size_text(found['allocatable_bytes'])}, predicted "
         f"(hf-actswap plan shows which ops):"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("Peak", "Step", "Swapped", "Recomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("", ">Peak", ">Step", ">Swapped", ">Recomputed")
     for name, row in found["predicted"].items():
         mark = " !" if row["peak_bytes"] > found["allocatable_bytes"] else ""
         sizes = (size_text(row["swapped_bytes"]), size_text(row["recomputed_bytes"]))
@@ -427,10 +423,7 @@ def _op(name: str) -> str:
 
 def _table(rows: Sequence[Held]) -> Table:
     """Return a table of what memory held: each kind, and under it the ops with the largest share."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Memory", overflow="fold")
-    table.add_column("Bytes", justify="right", no_wrap=True)
-    table.add_column("Tensors", justify="right", no_wrap=True)
+    table = table_of("Memory", ">Bytes", ">Tensors")
     total = sum(row.size for row in rows)
     for kind in (*_MARKED, LOGITS, REST):
         of_kind = [row for row in rows if row.kind == kind]

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..plan.actions import format_scopes
-from ..report.run_facts import ComparedQuantity, ms_text, size_text
+from ..report.run_facts import ComparedQuantity, bytes_text, ms_text
 from ..report.write_report import WrittenReport, write_report
 from . import options
 from .output import Answer, answer, table_of
@@ -24,13 +24,13 @@ def _shown(written: WrittenReport) -> Iterable[RenderableType]:
     if facts.step_ms is not None:
         table.add_row("a step", ms_text(facts.step_ms))
     if facts.peak_bytes is not None:
-        table.add_row("peak memory", size_text(facts.peak_bytes))
+        table.add_row("peak memory", bytes_text(facts.peak_bytes))
     if facts.saving is not None and facts.saving.saved_bytes is not None:
-        table.add_row("saved", size_text(facts.saving.saved_bytes))
+        table.add_row("saved", bytes_text(facts.saving.saved_bytes))
     for number, stage in enumerate(facts.stages):
-        peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)
+        peak = "not measured" if stage.peak_bytes is None else bytes_text(stage.peak_bytes)
         table.add_row(f"stage {number}", f"layers {format_scopes(stage.layers)}, peak memory {peak}")
-    table.add_row("swapped a step", size_text(facts.offloaded_bytes))
+    table.add_row("swapped a step", bytes_text(facts.offloaded_bytes))
     table.add_row("waits a step", ms_text(facts.stall_ms))
     yield facts.without_steps or table
     if facts.saving is not None:
@@ -74,9 +74,9 @@ def report(
 
 
 def _compared_table(compared: Iterable[ComparedQuantity]) -> Table:
-    table = table_of("", "Predicted", "Measured", "Ratio")
+    table = table_of("", ">Predicted", ">Measured", ">Ratio")
     for item in compared:
-        write = ms_text if item.unit == "ms" else size_text
+        write = ms_text if item.unit == "ms" else bytes_text
         values = ("" if value is None else write(value) for value in (item.predicted, item.measured))
         table.add_row(item.name, *values, "" if item.ratio is None else f"{item.ratio:.2f}")
     return table

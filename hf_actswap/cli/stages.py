@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -38,7 +37,7 @@ from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.find_plan import plan_stages
 from .options import PlanRequest
-from .output import busy, heading, listed, size_text, step_ms_text
+from .output import busy, heading, listed, size_text, step_ms_text, table_of
 from .plan_summary import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes
 from .planned import memory_in_force, paged_bytes
 from .step import (
@@ -312,11 +311,8 @@ class StagesAnswer:
         )
 
     def _stage_table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        table.add_column("Stage", justify="right")
-        table.add_column("Layers", overflow="fold")
-        for name in ("Fixed", "In flight", "Peak", "Each", "Waits"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = table_of(">Stage", "Layers", ">Fixed", ">In flight", ">Peak", ">Each", ">Waits")
+        table.columns[0].no_wrap = False
         for number, stage in enumerate(self.stages):
             over = " !" if stage.peak_bytes > self.allocatable_bytes else ""
             table.add_row(

@@ -220,7 +220,7 @@ def profile_of(
 
     Raises:
         ModelError: the model does not run on fake tensors.
-        PlanError: a module of ``tiles`` cannot run over pieces of the tokens.
+        PlanError: a module of ``tiles`` cannot run over tiles of the tokens.
     """
     parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
     shape = (step.sequences, step.tokens)

@@ -258,7 +258,7 @@ class TileTokens:
     """Tiles of a given length.
 
     Args:
-        tokens: number of tokens of one piece, at least 1.
+        tokens: number of tokens of one tile, at least 1.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -299,7 +299,7 @@ class OpTileRule:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """``tile_config``: what runs over pieces of the tokens, one after the other (ours).
+    """``tile_config``: what runs over tiles of the tokens, one after the other (ours).
 
     Args:
         loss: whether head and loss of a causal language model run in tiles, so that the logits never exist

@@ -6,14 +6,13 @@ Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the m
 `hooks` and `forward_pass` follow the model, and give autograd a ticket for each tensor that it saves
 (`tickets`). Swap: `host_pool` holds host memory, `transfer` moves bytes,
 `windows` and `schedule` decide when. Recompute: `recompute`, `compiled_regions`. Tiles: `tiled_calls` for
-modules, `chunked_logits` for head and loss.
+modules, `tiled_logits` for head and loss.
 
 It depends on tensors, autograd and streams, and on neither YAML nor model families.
 """
 
 from __future__ import annotations
 
-from .chunked_logits import ChunkedLogits
 from .frozen_weights import FrozenWeights
 from .host_budget import record_saved
 from .host_pool import HostBuffer, HostPool, PageableSlabs, PinnedSlabs
@@ -23,12 +22,12 @@ from .plan_runtime import Resources
 from .stats import SwapStats
 from .swapped_storages import EvictableTensors
 from .tickets import StaleTensorError
+from .tiled_logits import TiledLogits
 from .transfer import BlockingTransfer, Copy, StreamTransfer, Transfer
 
 __all__ = [
     "AppliedPlan",
     "BlockingTransfer",
-    "ChunkedLogits",
     "Copy",
     "EvictableTensors",
     "FrozenWeights",
@@ -41,6 +40,7 @@ __all__ = [
     "StaleTensorError",
     "StreamTransfer",
     "SwapStats",
+    "TiledLogits",
     "Transfer",
     "install",
     "record_saved",

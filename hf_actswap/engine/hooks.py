@@ -63,7 +63,7 @@ from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
 from .recompute import RecomputeError, Region
 from .replay import CalledModule, CheckpointedLayer, function_mode_is_innermost, is_cache, pop_leaked_hooks
-from .stats import Counters, SwapStats
+from .stats import Counters
 from .swapped_storages import PackHandler, checkpoint_of
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,12 @@ _PACKED = (
 
 
 class Engine:
-    """The hooks of one applied plan and what they share. Made by `install.install`."""
+    """The hooks of one applied plan and what they share. Made by `install.install`.
+
+    Attributes:
+        plan: the plan, with what was changed since it was applied.
+        runtime: the device, host memory, transfer and counters that it works with.
+    """
 
     def __init__(
         self,
@@ -301,7 +306,7 @@ class Engine:
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
         )
         self._regions = CompiledRegions(self._fates.recomputed, structure)
-        self._runtime = PlanRuntime(self._root, plan, self._fates, self._counters, resources, self.adjust)
+        self.runtime = PlanRuntime(self._root, plan, self._fates, self._counters, resources, self.adjust)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
@@ -318,18 +323,9 @@ class Engine:
         self.dropped_bytes: int | None = None
         """Bytes that one forward drops, to be rebuilt in backward; ``None``: not known, or no forward yet."""
 
-    def stats(self) -> SwapStats:
-        """Return the totals since the plan was applied; subtract an earlier one to get a step."""
-        return self._runtime.stats()
-
-    @property
-    def runtime(self) -> PlanRuntime:
-        """The device, host memory, transfer and counters that the plan works with."""
-        return self._runtime
-
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
-        self._runtime.set_pack_handler(pack_handler)
+        self.runtime.set_pack_handler(pack_handler)
         self._acts = bool(self.plan.rows) or pack_handler is not None
 
     def attach(self) -> list[Callable[[], None]]:
@@ -339,7 +335,7 @@ class Engine:
         """
         if not self._acts:
             return []
-        self._runtime.bind()
+        self.runtime.bind()
         # Innermost: a planner changes plans in a wrapper of the call that is to run under the new one.
         undo = [replace_call(self._called, self._cleaning_up, innermost=True)]
         if self.structure.compiled:
@@ -366,8 +362,8 @@ class Engine:
     def close(self) -> None:
         """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
-        self._runtime.unbind()
-        self._runtime.close()
+        self.runtime.unbind()
+        self.runtime.close()
 
     def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
         module = self._layers[layer.index]
@@ -435,23 +431,23 @@ class Engine:
         reject_transforms()
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
-        traces = CachedTraces(frozenset(), False) if self._runtime.evictable else self._traces
+        traces = CachedTraces(frozenset(), False) if self.runtime.evictable else self._traces
         if traces.knows(self._named):
             self._leave_inside()
         else:
             self._follow_inside()
-        if self._runtime.context is None:
+        if self.runtime.context is None:
             reject_offloaded_weights(self._root)
-        context, new = self._runtime.prepared()
+        context, new = self.runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs)
             self._settle(forecast)
-            self._runtime.host.make_ready(context.pool, context.transfer.overlaps, self.plan, forecast)
-            if not self._runtime.evictable:  # else the planner counts
+            self.runtime.host.make_ready(context.pool, context.transfer.overlaps, self.plan, forecast)
+            if not self.runtime.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
-        forward = ForwardPass(self._runtime.watched(context), self._outside, traces, (args, kwargs))
+        forward = ForwardPass(self.runtime.watched(context), self._outside, traces, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
@@ -460,7 +456,7 @@ class Engine:
     @property
     def _measures(self) -> bool:
         """Whether windows that the plan leaves open are chosen by measurement."""
-        context = self._runtime.context
+        context = self.runtime.context
         return context is not None and context.auto is not None and context.transfer.overlaps
 
     def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:

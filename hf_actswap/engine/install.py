@@ -18,7 +18,6 @@ from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwra
 from ..plan.tiles import checked_tiles
 from ..plan.wrapper_rules import problems_of_compiled
 from ..plan.wrappers import FSDP2_METHOD, named_op_modules, parameter_groups
-from .chunked_logits import chunk_head, is_chunked
 from .fates import ReplicaRanks
 from .frozen_weights import FrozenWeights
 from .hook_wrappers import Hook
@@ -27,6 +26,7 @@ from .plan_runtime import PlanRuntime, Resources
 from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
+from .tiled_logits import is_tiled_head, tile_head
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class AppliedPlan:
 
         Copies of frozen weights, and waits for them, count like those of what is swapped.
         """
-        own = self._engine.stats()
+        own = self._engine.runtime.stats()
         if self.weights is None or self._weights_before is None:
             return own
         moved = self.weights.stats() - self._weights_before
@@ -259,7 +259,7 @@ def put_tiles(
                 adjust([found])
 
     return [
-        chunk_head(module, tile, partial(say, tile), root, partial(say, tile, got="no tiles"))
+        tile_head(module, tile, partial(say, tile), root, partial(say, tile, got="no tiles"))
         if tile.scope == "head"
         else tile_module(module, tile, partial(say, tile), parts[tile])
         for tile, module in _tiled(root, parts, structure)
@@ -281,7 +281,7 @@ def _tiled(
 
 def _other_plan(root: nn.Module, structure: ModelStructure, tiles: Iterable[Tile]) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    tiled = any(is_chunked(module) or is_tiled(module) for _, module in _tiled(root, tiles, structure))
+    tiled = any(is_tiled_head(module) or is_tiled(module) for _, module in _tiled(root, tiles, structure))
     if tiled or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         hint = "Call remove() on it first; if it is lost, copy.deepcopy(model) has no plan."
         return [Problem("model", "no plan on it yet", "one that is applied", hint)]
@@ -322,7 +322,7 @@ def tile_parts(
     """Return, for each tile, into how many parts ranks divide the sequence of its module's output (else 1).
 
     Raises:
-        PlanError: something cannot run over pieces of the tokens in this model.
+        PlanError: something cannot run over tiles of the tokens in this model.
     """
     tiles, problems, hint = tuple(tiles), [], "See tile_config in docs/reference.md."
     modules = {layer.index: layer.module_paths for layer in structure.all_layers if not layer.compiled}

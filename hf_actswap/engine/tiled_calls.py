@@ -1,28 +1,28 @@
-"""A module that treats tokens one by one, run over pieces of the tokens: what autograd saves is its input.
+"""A module that treats tokens one by one, run over tiles of the tokens: what autograd saves is its input.
 
-Forward runs the module for one piece after the other under hooks that keep nothing, and puts the pieces of
-its output side by side. Backward runs each piece again and its backward at once, so that what the module
-saves is there for one piece at a time.
+Forward runs the module for one tile after the other under hooks that keep nothing, and puts the tiles of
+its output side by side. Backward runs each tile again and its backward at once, so that what the module
+saves is there for one tile at a time.
 
-* **Two forwards.** The input is saved by a node of its own (`_Input`) before the first piece runs. If the
+* **Two forwards.** The input is saved by a node of its own (`_Input`) before the first tile runs. If the
   layer around the module is run again (``torch.utils.checkpoint``, `recompute`), that run ends as soon as the
-  last saved tensor is there. If the node that runs the pieces saved the input, the module would run three
+  last saved tensor is there. If the node that runs the tiles saved the input, the module would run three
   times: in forward, in the recomputation to get to that node, and in its backward.
 * **The input has a fate** like any saved tensor: the hooks of a plan see it, and the fate is that of the op
   that produced it.
-* **One gradient per weight and backward**, from one node, whatever the number of pieces: data parallel
+* **One gradient per weight and backward**, from one node, whatever the number of tiles: data parallel
   wrappers, tagged gradients of parallel layers and accumulation work as without tiles.
-* **Sums over pieces in fp32.** The product that gives the gradient of a linear layer's weight is added to
+* **Sums over tiles in fp32.** The product that gives the gradient of a linear layer's weight is added to
   its sum in fp32 (`_WeightSums`) and rounded once at the end, as one product over all tokens would be. For
-  other weights (norms, experts) each piece's gradient is rounded to their dtype before it is added.
+  other weights (norms, experts) each tile's gradient is rounded to their dtype before it is added.
 * **Losses and gradients of inputs** are bitwise those of the whole module where its kernels treat rows
   alike for any number of rows. Gradients of weights are sums in another order: equal up to rounding.
-* **Random numbers** of a piece are the same both times: the pieces run again in their order, from the state
+* **Random numbers** of a tile are the same both times: the tiles run again in their order, from the state
   in which the first run began.
 
 Which modules treat tokens one by one is found out by `plan.tiles`.
 
-Helpers to run a call piece by piece: calls with other parameters, and sums of gradients in fp32.
+Helpers to run a call tile by tile: calls with other parameters, and sums of gradients in fp32.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Exchangeable:
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Within the block a plan's hooks see no saved tensors: these live for one piece, or until backward."""
+    """Within the block a plan's hooks see no saved tensors: these live for one tile, or until backward."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a node's backward reject ``create_graph``: its second derivatives would miss the pieces' part.
+    """Let a node's backward reject ``create_graph``: its second derivatives would miss the tiles' part.
 
     PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of
     a loss does not.
@@ -137,8 +137,8 @@ def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tens
 
 
 AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
-"""Fewer rows make slow products, more pieces free little: a Llama's MLP saves 14 times its input's bytes, one
-piece of sixteen less than the input's."""
+"""Fewer rows make slow products, more tiles free little: a Llama's MLP saves 14 times its input's bytes, one
+tile of sixteen less than the input's."""
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -147,16 +147,16 @@ ReportWhole = Callable[[str], None]
 
 
 def auto_tokens(tokens: int) -> int:
-    """Return how many of a call's tokens make a piece under ``auto``: a sixteenth, at least 1,024."""
+    """Return how many of a call's tokens make a tile under ``auto``: a sixteenth, at least 1,024."""
     return max(AUTO_LEAST_TOKENS, math.ceil(tokens / AUTO_MOST_TILES))
 
 
 def tile_module(module: nn.Module, tile: Tile, say: ReportWhole, parts: int = 1) -> Undo:
-    """Let a module run over pieces of the tokens; return a function that restores it.
+    """Let a module run over tiles of the tokens; return a function that restores it.
 
     Args:
         module: its first tensor argument is ``[.., T, H]``, a row for each token.
-        tile: how many tokens make a piece.
+        tile: how many tokens make a tile.
         say: called with the reason if the module runs whole after all.
         parts: number of ranks over which the module sums its output and among which it divides the sequence:
             it returns ``[.., T / parts, H]``.
@@ -174,7 +174,7 @@ def is_tiled(module: nn.Module) -> bool:
 
 
 class TiledModule:
-    """A module whose calls run over pieces of the tokens.
+    """A module whose calls run over tiles of the tokens.
 
     Args:
         module: the module, whose parameters get gradients.
@@ -197,11 +197,11 @@ class TiledModule:
         hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if hidden is None or hidden.dim() < 2 or not hidden.numel() or hidden.shape[-2] % self._parts:
             return self.run(*args, **kwargs)
-        cut = _TokenPieces(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
-        reason = self._why_whole() if cut.pieces > 1 else ""
+        cut = _TokenTiles(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
+        reason = self._why_whole() if cut.tiles > 1 else ""
         if reason:
             self._say(reason)
-        if reason or cut.pieces == 1:
+        if reason or cut.tiles == 1:
             return self.run(*args, **kwargs)
         return _Call(self, leaves, spec, cut).result()
 
@@ -223,7 +223,7 @@ class TiledModule:
         if self._tile.tokens is not None:
             return self._tile.tokens
         tokens = auto_tokens(rows) if self._tile.tiles is None else math.ceil(rows / self._tile.tiles)
-        return math.ceil(rows / math.ceil(rows / tokens))  # pieces of one size, the last a little shorter
+        return math.ceil(rows / math.ceil(rows / tokens))  # tiles of one size, the last a little shorter
 
     def _why_whole(self) -> str:
         inside = [module for module in self.module.modules() if module is not self.module]
@@ -241,16 +241,16 @@ def _is_captured(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
 
 
-class _TokenPieces:
-    """Cuts tensors with a row for each token into pieces: along the sequence, for all sequences alike.
+class _TokenTiles:
+    """Cuts tensors with a row for each token into tiles: along the sequence, for all sequences alike.
 
-    If a sequence was gathered from several ranks, a piece has the same slice of each rank's part. So when the
+    If a sequence was gathered from several ranks, a tile has the same slice of each rank's part. So when the
     module divides its output among the ranks again, each rank gets a slice of its own part.
 
     Args:
         lead: shape of the hidden states without their last dimension, ``[.., T]``.
         parts: number of ranks that have a part of the sequence (`tile_module`).
-        tokens: about how many tokens a piece has.
+        tokens: about how many tokens a tile has.
     """
 
     def __init__(self, lead: torch.Size, parts: int, tokens: int) -> None:
@@ -258,21 +258,21 @@ class _TokenPieces:
         self.returned = torch.Size((*lead[:-1], self._length))
         # With one row, the shape [1, 1] would be ambiguous.
         self._size = max(2, tokens * lead[-1] // (lead.numel() * parts))
-        self.pieces = math.ceil(self._length / self._size)
+        self.tiles = math.ceil(self._length / self._size)
 
     def __iter__(self) -> Iterator[slice]:
         for start in range(0, self._length, self._size):
             yield slice(start, min(start + self._size, self._length))
 
-    def piece(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return a contiguous piece of an argument, ``[*lead, ..]`` or the same flattened."""
-        piece = self.place(tensor, rows, self.lead).contiguous()
+    def tile(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return a contiguous tile of an argument, ``[*lead, ..]`` or the same flattened."""
+        tile = self.place(tensor, rows, self.lead).contiguous()
         if tensor.shape[: len(self.lead)] == self.lead:
-            return piece.flatten(len(self.lead) - 1, len(self.lead)) if self._parts > 1 else piece
-        return piece.flatten(0, len(self.lead) - (self._parts == 1))
+            return tile.flatten(len(self.lead) - 1, len(self.lead)) if self._parts > 1 else tile
+        return tile.flatten(0, len(self.lead) - (self._parts == 1))
 
     def place(self, tensor: torch.Tensor, rows: slice, lead: torch.Size) -> torch.Tensor:
-        """Return a piece as a view of the whole tensor; if there are parts, it has a dimension for them."""
+        """Return a tile as a view of the whole tensor; if there are parts, it has a dimension for them."""
         dim = len(lead) - 1
         view = tensor if tensor.shape[: len(lead)] == lead else tensor.unflatten(0, lead)
         if self._parts > 1 and lead == self.lead:
@@ -286,10 +286,10 @@ class _Call:
     Args:
         tiled: the module that was called.
         leaves, spec: its arguments, flattened. Each tensor has a row for each token.
-        cut: how tensors are cut into pieces.
+        cut: how tensors are cut into tiles.
     """
 
-    def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _TokenPieces) -> None:
+    def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _TokenTiles) -> None:
         self.tiled, self._leaves, self._spec, self._cut = tiled, leaves, spec, cut
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._wanted = [leaves[at].requires_grad for at in self._at]
@@ -320,7 +320,7 @@ class _Call:
         lead = self._cut.returned
         with torch.autograd.graph.saved_tensors_hooks(_dropped, no_backward):
             for rows in self._cut:
-                made, self._made = tree_flatten(self._run(self.tiled.run, self._pieces(given, rows)))
+                made, self._made = tree_flatten(self._run(self.tiled.run, self._tiles(given, rows)))
                 for at, item in enumerate(made):
                     if not rows.start:
                         by_lead = item.shape[: len(lead)] == (*lead[:-1], rows.stop)
@@ -358,7 +358,7 @@ class _Call:
             self.tiled.adding_to(by_id),
         ):
             for rows in self._cut:
-                found = self._gradients(run, self._pieces(given, rows), upstream, rows)
+                found = self._gradients(run, self._tiles(given, rows), upstream, rows)
                 for whole in of_given:
                     if whole is not None:
                         one, place = next(found), self._cut.place(whole, rows, self._cut.lead)
@@ -371,35 +371,35 @@ class _Call:
     def _gradients(
         self,
         run: Callable[..., Any],
-        pieces: Sequence[torch.Tensor],
+        tiles: Sequence[torch.Tensor],
         upstream: Sequence[torch.Tensor | None],
         rows: slice,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the gradients of the pieces that need one, and of the parameters."""
+        """Yield the gradients of the tiles that need one, and of the parameters."""
         ends = [
             (output, self._cut.place(one, rows, self._cut.returned).reshape(output.shape))
-            for output, one in zip(tree_flatten(self._run(run, pieces))[0], upstream, strict=True)
+            for output, one in zip(tree_flatten(self._run(run, tiles))[0], upstream, strict=True)
             if one is not None and output.requires_grad
         ]
-        asked = [*(piece for piece in pieces if piece.requires_grad), *self.parameters]
+        asked = [*(tile for tile in tiles if tile.requires_grad), *self.parameters]
         if not ends:
             yield from (None for _ in asked)
             return
         made, of_made = zip(*ends, strict=True)
         yield from torch.autograd.grad(made, asked, of_made, allow_unused=True)
 
-    def _pieces(self, given: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
+    def _tiles(self, given: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
         """Return these rows of the tensors ``given``, as leaves of a new graph."""
         return [
-            self._cut.piece(item.detach(), rows).requires_grad_(wants)
+            self._cut.tile(item.detach(), rows).requires_grad_(wants)
             for item, wants in zip(given, self._wanted, strict=True)
         ]
 
-    def _run(self, run: Callable[..., Any], pieces: Sequence[torch.Tensor]) -> Any:
-        """Run the module with pieces in the place of its tensors, with a graph."""
+    def _run(self, run: Callable[..., Any], tiles: Sequence[torch.Tensor]) -> Any:
+        """Run the module with tiles in the place of its tensors, with a graph."""
         leaves = list(self._leaves)
-        for at, piece in zip(self._at, pieces, strict=True):
-            leaves[at] = piece
+        for at, tile in zip(self._at, tiles, strict=True):
+            leaves[at] = tile
         args, kwargs = tree_unflatten(leaves, self._spec)
         with torch.enable_grad():
             return run(*args, **kwargs)
@@ -433,7 +433,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """Runs the pieces; the tensors that they read in backward are saved by the node of `_Input`."""
+    """Runs the tiles; the tensors that they read in backward are saved by the node of `_Input`."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, node: Any, count: int, *tensors: torch.Tensor) -> Any:
@@ -495,4 +495,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _dropped(_tensor: torch.Tensor) -> None:
-    """Save nothing: the piece runs again in backward."""
+    """Save nothing: the tile runs again in backward."""

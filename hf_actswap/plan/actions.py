@@ -201,13 +201,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Tile:
-    """A part of the model that runs over pieces of the tokens, one after the other.
+    """A part of the model that runs over tiles of the tokens, one after the other.
 
     Args:
         scope: as in `PlanRow`; ``head`` is the head with the loss behind it.
         op_path: op inside the scope; ``""``: all of it.
-        tokens: number of tokens in one piece.
-        tiles: number of pieces. If both are ``None``, the engine chooses by the number of tokens (``auto``).
+        tokens: number of tokens in one tile.
+        tiles: number of tiles. If both are ``None``, the engine chooses by the number of tokens (``auto``).
     """
 
     scope: Scope
@@ -281,7 +281,7 @@ class MemoryPlan:
             layer needs them; ``keep``: weights stay where they are (then the JSON has no such key).
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
-        tiles: the parts of the model that run over pieces of the tokens. The JSON has this key only if there
+        tiles: the parts of the model that run over tiles of the tokens. The JSON has this key only if there
             are any.
         streamed: how the sequence is streamed; ``None``: it is not (then the JSON has no such key).
         fingerprint: the model and the batch that the plan was made for; ``None``: not known (then the JSON
@@ -441,7 +441,7 @@ def format_scopes(scopes: Iterable[Scope]) -> str:
 
 
 def folded_tiles(tiles: Iterable[Tile]) -> list[tuple[str, str, str]]:
-    """Return the lines (layers, op, pieces) of a table; equal tiles of several layers share a line."""
+    """Return the lines (layers, op, tiles) of a table; equal tiles of several layers share a line."""
     by_op: dict[tuple[str, str], list[Scope]] = {}
     for tile in tiles:
         by_op.setdefault((tile.op_path or "everything", str(tile)), []).append(tile.scope)

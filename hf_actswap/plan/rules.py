@@ -44,7 +44,7 @@ ONE_REGION = "the model is compiled as a whole: what its region saves is not kno
 NOT_RECOMPUTED_WHOLE = "the layer is not recomputed whole; its input has the fate of what produces it"
 NOT_RECOMPUTED_SELECTIVELY = "none of its ops is recomputed selectively"
 FULL_NEEDS_NO_BUDGET = "the layer is recomputed whole, so that its region saves nothing but its input anyway"
-TILE_SAVES_ITS_INPUT = "a tile saves its input alone, and runs again piece by piece in backward"
+TILE_SAVES_ITS_INPUT = "a tile saves its input alone, and runs again tile by tile in backward"
 NOT_THE_SAME_TWICE = (
     "run twice this function does not give the same: it reads memory as it is found, or adds in the order "
     "in which threads come; a module around it can be recomputed"
@@ -140,7 +140,7 @@ class LayerFates:
             self._exact[path, ordinal] = KEEP
 
     def tile(self, path: str) -> list[tuple[str, Fate]]:
-        """Run ``path`` over pieces of the tokens: nothing in it is saved, each piece runs again.
+        """Run ``path`` over tiles of the tokens: nothing in it is saved, each tile runs again.
 
         Its output keeps its fate. Inside a larger module that is recomputed, it is a part of that module.
 

@@ -1,4 +1,4 @@
-"""Tiles: which modules may run over pieces of the tokens, and which do if no other plan fits.
+"""Tiles: which modules may run over tiles of the tokens, and which do if no other plan fits.
 
 Modules that treat tokens one by one are found from the aten ops of a call on fake tensors. The model is
 called with a batch whose two sizes are primes that divide no other size of the model. A tensor with a row
@@ -267,7 +267,7 @@ class _Ops(TorchDispatchMode):
         return out
 
     def _why_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> str:
-        """Return how an op mixes tokens, so that it cannot run on pieces of them; empty: it does not."""
+        """Return how an op mixes tokens, so that it cannot run on tiles of them; empty: it does not."""
         name = func._schema.name.partition("::")[2].removesuffix("_")  # also of ops that write in place
         read = [self._sizes.of(item.numel()) for item in given]
         made = [self._sizes.of(item.numel()) for item in tree_leaves(out) if isinstance(item, torch.Tensor)]

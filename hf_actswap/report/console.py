@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
+from typing import TypeVar
 
 from huggingface_hub.utils import are_progress_bars_disabled
 from rich.console import Console
@@ -24,6 +25,7 @@ from ..plan.model_structure import ModelStructure
 logger = logging.getLogger(__name__)
 
 STABLE = "stable"
+T = TypeVar("T")
 
 
 def shows_bars(console: Console) -> bool:
@@ -223,13 +225,9 @@ Cells = tuple[str, str, str, str, str]
 
 def folded_rows(plan: MemoryPlan) -> Iterator[list[Cells]]:
     """Yield the rows of a plan's table in groups: layers with equal rows, then tiles and chunks."""
-    by_rows: dict[tuple[PlanRow, ...], list[Scope]] = {}
-    for scope in plan.scopes:
-        by_rows.setdefault(_shape(plan, scope), []).append(scope)
-    for rows, scopes in by_rows.items():
-        label = format_scopes(scope for scope in scopes if rows or scope not in SCOPES)
+    for label, found, _ in folded(plan, lambda scope: map(_cells, _rows_of(plan, scope))):
         if label:
-            cells = [_cells(row) for row in rows or (PlanRow(0, "", "keep"),)]
+            cells = found or (_cells(PlanRow(0, "", "keep")),)
             yield [(label if not number else "", *row) for number, row in enumerate(cells)]
     if plan.tiles:
         yield [(*line, "", "") for line in folded_tiles(plan.tiles)]
@@ -237,22 +235,37 @@ def folded_rows(plan: MemoryPlan) -> Iterator[list[Cells]]:
         yield [("the model", "the sequence", str(plan.streamed), "", "")]
 
 
-def _shape(plan: MemoryPlan, scope: Scope) -> tuple[PlanRow, ...]:
-    """Return the rows of a scope with the scope left out, so that the rows of equal layers are equal."""
-    return tuple(
-        PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows, row.parameters)
-        for row in plan.rows
-        if row.scope == scope
-    )
+def folded(
+    plan: MemoryPlan, lines_of: Callable[[Scope], Iterable[T]]
+) -> Iterator[tuple[str, tuple[T, ...], list[Scope]]]:
+    """Yield label, lines and scopes of the scopes with equal lines; the label is empty if nothing is to say.
+
+    Args:
+        plan: the plan whose scopes are folded.
+        lines_of: returns the lines of a scope.
+    """
+    groups: dict[tuple[T, ...], list[Scope]] = {}
+    for scope in plan.scopes:
+        groups.setdefault(tuple(lines_of(scope)), []).append(scope)
+    for lines, scopes in groups.items():
+        yield format_scopes(scope for scope in scopes if lines or scope not in SCOPES), lines, scopes
+
+
+def _rows_of(plan: MemoryPlan, scope: Scope) -> Iterator[PlanRow]:
+    return (row for row in plan.rows if row.scope == scope)
+
+
+def op_and_fate(row: PlanRow) -> tuple[str, str]:
+    """Return a row's op and fate as texts."""
+    op = row.op_path or "everything"
+    if row.ordinal is not None:
+        op += f" (call {row.ordinal})"
+    budget = row.parameters.get(COMPILE_BUDGET)
+    return op, row.fate if budget is None else f"{row.fate}, compile budget {budget:g}"
 
 
 def _cells(row: PlanRow) -> tuple[str, str, str, str]:
-    name = row.op_path or "everything"
-    if row.ordinal is not None:
-        name += f" (call {row.ordinal})"
-    fate: str = row.fate
-    if COMPILE_BUDGET in row.parameters:
-        fate += f", compile budget {row.parameters[COMPILE_BUDGET]:g}"
+    name, fate = op_and_fate(row)
     if row.windows is None:
         windows = _MEASURED if row.fate == "swap" else ""
         return name, fate, windows, windows

@@ -31,7 +31,7 @@ from ..plan import MemoryPlan
 from ..plan.actions import SCOPES, Scope, layer_order
 from ..planner.cost.simulate import fates_of
 from ..planner.profile import Prediction, Profile
-from .run_facts import byte_unit, ms_text, size_text
+from .run_facts import byte_unit, bytes_text, ms_text
 from .run_files import LoggedStep, ReportError, Saving
 
 COLOURS = {
@@ -355,11 +355,11 @@ class MemoryCurve:
         most, budget, seen, saving = self.peak[1], self.budget_bytes, self.peak_bytes, self.saving
         found = []
         if budget and budget < 2 * most:
-            found.append((budget, "stall", f"budget {size_text(budget)}"))
+            found.append((budget, "stall", f"budget {bytes_text(budget)}"))
         if seen and seen > 1.02 * most:
-            found.append((seen, "muted", f"allocator's peak {size_text(seen)}"))
+            found.append((seen, "muted", f"allocator's peak {bytes_text(seen)}"))
         if saving is not None and saving.saved_bytes and saving.without_peak_bytes:
-            without = f"{saving.at_most}{size_text(saving.without_peak_bytes)}"
+            without = f"{saving.at_most}{bytes_text(saving.without_peak_bytes)}"
             found.append((saving.without_peak_bytes, "ink", f"without a plan {without}"))
         return sorted(found, reverse=True)
 
@@ -403,7 +403,7 @@ def memory_chart(curve: MemoryCurve, width: float) -> Chart:
     """
     (peak_ms, peak_bytes), limits = curve.peak, curve.limits
     unit, unit_bytes = byte_unit(peak_bytes)
-    peak_text = f"peak {size_text(peak_bytes)}"
+    peak_text = f"peak {bytes_text(peak_bytes)}"
     title = f"{curve.title}: {', '.join([peak_text, *(text for _, _, text in limits)])}"
     lines = [(means, text) for _, means, text in limits]
     height = 190.0 if width < _NARROW_BELOW_PX else 260.0
@@ -417,7 +417,7 @@ def memory_chart(curve: MemoryCurve, width: float) -> Chart:
     for number, (means, text) in enumerate(curve.entries):
         sizes = [sizes[number] for _, sizes in points]
         heights = [base + size / unit_bytes for base, size in zip(below, sizes, strict=True)]
-        chart.add_area(heights, edges, below, means, f"{text}: {size_text(max(sizes))} at most")
+        chart.add_area(heights, edges, below, means, f"{text}: {bytes_text(max(sizes))} at most")
         below = heights
     for size, means, _ in limits:
         axes.axhline(size / unit_bytes, color=light(means), linewidth=1.5, linestyle="--")
@@ -475,7 +475,9 @@ def timeline_chart(timeline: StepTimeline, width: float) -> Chart:
     for copy in timeline.copies:
         length_ms = copy.end_ms - copy.start_ms
         rate = f", {copy.size_bytes / length_ms / 1e6:.1f} GB/s" if length_ms > 0 else ""
-        title = f"{_name(copy.scope, copy.op_path)}: {size_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
+        title = (
+            f"{_name(copy.scope, copy.op_path)}: {bytes_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
+        )
         lane, means = (2.12, "swap") if copy.direction == "out" else (3.12, "in")
         boxes.append(Box(copy.start_ms, lane, max(length_ms, least_ms), 0.76, means, title))
     chart.add(boxes)
@@ -540,7 +542,7 @@ def bytes_chart(cells: Cells, width: float) -> Chart:
     most = max(sum(sizes.values()) for _, by_scope in rows for sizes in by_scope.values())
     height, boxes = 18 / pitch, list[Box]()
     for number, (name, by_scope) in enumerate(rows):
-        total = size_text(sum(sum(sizes.values()) for sizes in by_scope.values()))
+        total = bytes_text(sum(sum(sizes.values()) for sizes in by_scope.values()))
         y = number + 0.2 if narrow else number + 0.5
         chart.write(name, 0, y, "ink", ha="left" if narrow else "right", offset=(0 if narrow else -8, 0))
         far: dict[str, Any] = {"ha": "right"} if narrow else {"ha": "left", "offset": (8, 0)}
@@ -560,7 +562,7 @@ def _cell(sizes: Mapping[str, int], x: float, y: float, height: float, most: int
     for fate, size_bytes in sizes.items():
         share = width * size_bytes / total if total else 0.0
         means = fate if fate in ("keep", "swap", "recompute") else "stall"
-        title = f"layer {name}: {size_text(size_bytes)} {fate}"
+        title = f"layer {name}: {bytes_text(size_bytes)} {fate}"
         yield Box(x, y, share, height, means, title, 0.25 + 0.75 * total / most if most else 1.0)
         x += share
 

@@ -226,8 +226,8 @@ def byte_unit(most_bytes: float) -> tuple[str, float]:
     return _UNITS[number], 1024.0**number
 
 
-def size_text(size_bytes: float) -> str:
-    """Return bytes as text, in the largest unit in which the number is at least 1."""
+def bytes_text(size_bytes: float) -> str:
+    """Return bytes as text with three digits, in the largest unit in which the number is at least 1."""
     unit, unit_bytes = byte_unit(abs(size_bytes))
     value = size_bytes / unit_bytes
     return f"{value:.0f} B" if unit == "B" else f"{_rounded(value)} {unit}"

@@ -32,7 +32,7 @@ from .pictures import (
     timeline_chart,
     with_loss,
 )
-from .run_facts import ComparedQuantity, RunFacts, ms_text, prediction_of, run_facts, size_text
+from .run_facts import ComparedQuantity, RunFacts, bytes_text, ms_text, prediction_of, run_facts
 from .run_files import RecordedRun, ReportError, RunDescription, read_run
 
 PAGE = "report.html"
@@ -236,18 +236,18 @@ def _tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     """Return name, value and note of the main numbers; without a value one is not shown."""
     found, saved, most = facts.saving, "", ""
     if found is not None and found.saved_bytes is not None:
-        saved = size_text(found.saved_bytes)
-        most = "" if found.without_peak_bytes is None else f" of {size_text(found.without_peak_bytes)}"
+        saved = bytes_text(found.saved_bytes)
+        most = "" if found.without_peak_bytes is None else f" of {bytes_text(found.without_peak_bytes)}"
         most = f"{most} without a plan, {found.source}".strip()
     share = "of a step" if not facts.step_ms else f"{facts.stall_ms / facts.step_ms:.1%} of a step"
-    peak = "" if facts.peak_bytes is None else size_text(facts.peak_bytes)
+    peak = "" if facts.peak_bytes is None else bytes_text(facts.peak_bytes)
     return [
         ("Step", "" if facts.step_ms is None else ms_text(facts.step_ms), "median of the last phase"),
         ("Peak memory", peak, "in use on the device"),
         ("Saved", saved, most),
-        ("Swapped", size_text(facts.offloaded_bytes), "out and back in each step"),
+        ("Swapped", bytes_text(facts.offloaded_bytes), "out and back in each step"),
         ("Waits for copies", ms_text(facts.stall_ms), share),
-        ("Host memory", size_text(facts.host_bytes), "in use at the most"),
+        ("Host memory", bytes_text(facts.host_bytes), "in use at the most"),
     ]
 
 
@@ -259,7 +259,7 @@ def _compared_table(compared: Sequence[ComparedQuantity]) -> Table:
     rows = []
     for item in compared:
         if item.predicted or item.measured:
-            write = ms_text if item.unit == "ms" else size_text
+            write = ms_text if item.unit == "ms" else bytes_text
             values = [_text(value, write) for value in (item.predicted, item.measured)]
             rows.append([item.name.capitalize(), *values, _text(item.ratio, "{:.2f}".format, "")])
     return Table(
@@ -272,10 +272,10 @@ def _stages_table(run: RecordedRun, facts: RunFacts) -> Table:
         [
             str(number),
             format_scopes(stage.layers),
-            _text(stage.weight_bytes, size_text),
+            _text(stage.weight_bytes, bytes_text),
             f"{stage.in_flight:g}",
-            _text(stage.peak_bytes, size_text),
-            _text(stage.offloaded_bytes, size_text),
+            _text(stage.peak_bytes, bytes_text),
+            _text(stage.offloaded_bytes, bytes_text),
             _text(stage.stall_ms, ms_text),
             _text(stage.waiting_share, "{:.1%}".format),
         ]
@@ -304,15 +304,15 @@ def _trials_table(facts: RunFacts) -> Table:
             [
                 str(number + 1),
                 "chosen" if trial["chosen"] else "fits" if fits else "does not fit",
-                _text(trial["predicted_peak_bytes"], size_text, ""),
-                size_text(peak),
+                _text(trial["predicted_peak_bytes"], bytes_text, ""),
+                bytes_text(peak),
                 _text(trial["predicted_step_ms"], ms_text, ""),
                 _text(min((step["step_ms"] for step in steps), default=None), ms_text, ""),
-                size_text(evicted),
+                bytes_text(evicted),
             ]
         )
     head = ("Trial", "", "Peak, predicted", "held", "Step, predicted", "measured", "Evicted")
-    remark = "" if budget is None else f"Budget: {size_text(budget)}."
+    remark = "" if budget is None else f"Budget: {bytes_text(budget)}."
     return Table("What the planner tried", head, rows, 5, remark, chosen)
 
 
@@ -323,15 +323,15 @@ def _plan_table(run: RecordedRun) -> Table:
 
 
 def _rejected_table(facts: RunFacts) -> Table:
-    rows = [[reason, size_text(size)] for reason, size in facts.rejected.items()]
+    rows = [[reason, bytes_text(size)] for reason, size in facts.rejected.items()]
     return Table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
 
 
 def _about_table(about: RunDescription) -> Table:
     device_bytes = about.get("device_bytes")
     rows = {
-        "Device": str(about.get("device", "")) + (f", {size_text(device_bytes)}" if device_bytes else ""),
-        "Weights": size_text(about.get("weight_bytes", 0)),
+        "Device": str(about.get("device", "")) + (f", {bytes_text(device_bytes)}" if device_bytes else ""),
+        "Weights": bytes_text(about.get("weight_bytes", 0)),
         "Planner": str(about.get("planner", "off")),
         "Started": str(about.get("started", "")),
         "Versions": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),

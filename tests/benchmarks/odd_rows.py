@@ -1,12 +1,16 @@
-"""Rows that go wrong, each in its way; as a script, the worker of `benchmarks.gpu_day` that knows them."""
+"""Rows that go wrong, each in its way, and processes in place of a worker that know them."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import nothing
@@ -36,5 +40,29 @@ def dies(_step: TrainingStep, _config: Any) -> Iterator[None]:
 
 ODD_ROWS = (Row("raises", raises), Row("hangs", hangs), Row("dies", dies), Row("goes on", nothing))
 
-if __name__ == "__main__":
-    serve("cpu", (*ROWS, *ODD_ROWS))
+
+def serve_odd(requests: Connection, output: Path, device: str) -> None:
+    """Serve all rows, these among them."""
+    serve(requests, output, device, (*ROWS, *ODD_ROWS))
+
+
+def hang_in_here() -> None:
+    time.sleep(600)
+
+
+def answer_oddly(requests: Connection, output: Path, _device: str) -> None:
+    """Answer with the process's number, or not at all."""
+    os.setpgid(0, 0)
+    file = output.open("a")
+    os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    requests.send("ready")
+    with suppress(EOFError):
+        while True:
+            kind = requests.recv()["kind"]
+            if kind == "hang":
+                hang_in_here()
+            if kind == "die":
+                os.write(2, b"the last words\n")
+                os._exit(9)
+            requests.send({"pid": os.getpid(), "ends": kind == "bad"})

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ from benchmarks.methods import (
     compiled,
     hf_checkpointing,
     liger_checkpointing,
-    liger_module,
     save_on_cpu,
-    trl_module,
     trl_offloading,
 )
 from benchmarks.rows import EAGER, ROWS, Row, swap_everything
@@ -128,42 +125,6 @@ def test_trl_loads_without_datasets() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert hasattr(importlib.import_module(TRL_MODULE), "get_act_offloading_ctx_manager")
-
-
-def test_trl_is_loaded_from_the_folder_that_a_variable_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its package, which would look for what is not there, is never imported."""
-    for name in [name for name in sys.modules if name.startswith("trl.")]:  # other tests have imported it
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.setenv("HF_ACTSWAP_TRL", str(tmp_path))
-    with pytest.raises(ImportError, match="no such file"):
-        trl_module()
-    file = tmp_path / "trl" / "models" / "activation_offloading.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("found = 1\n", encoding="utf-8")
-    assert trl_module().found == 1
-    assert trl_module() is trl_module()
-    monkeypatch.delitem(sys.modules, TRL_MODULE)
-    monkeypatch.delenv("HF_ACTSWAP_TRL")
-    with pytest.raises(ImportError):
-        trl_module()
-
-
-def test_liger_is_loaded_from_the_folder_that_a_variable_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
-        monkeypatch.delitem(sys.modules, name)
-    package = tmp_path / "liger_kernel"
-    package.mkdir()
-    (package / "transformers.py").write_text("found = 1\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("HF_ACTSWAP_LIGER", str(tmp_path))
-    assert liger_module("transformers").found == 1
-    for name in ("liger_kernel.transformers", "liger_kernel"):
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.slow

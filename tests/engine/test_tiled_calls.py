@@ -1,4 +1,4 @@
-"""``tile_config.tile``: modules run over pieces of the tokens, and save their input alone."""
+"""``tile_config.tile``: modules run over tiles of the tokens, and save their input alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parallel.patched_models import tiny_model
 
 HIDDEN, LAYERS, ROWS = 32, 4, 32
 EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"], "tokens": 10}
-"""5 tokens of each of two sequences of 16: the last piece is shorter, and of one row each."""
+"""5 tokens of each of two sequences of 16: the last tile is shorter, and of one row each."""
 TILES: dict[str, Any] = {"tile_config": {"tile": EVERY_TOKEN}}
 ROUNDING = 2e-6
 
@@ -289,7 +289,7 @@ class Dropped(LlamaMLP):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_draws_the_same_random_numbers_in_the_second_run_of_a_tile(recompute: bool) -> None:
-    """The expectation is written out: the pieces one after the other, in a graph of their own each."""
+    """The expectation is written out: the tiles one after the other, in a graph of their own each."""
     torch.manual_seed(0)
     mlp, hidden = Dropped(LlamaConfig(hidden_size=HIDDEN, intermediate_size=48)), torch.randn(2, 16, HIDDEN)
     one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()

@@ -36,9 +36,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.config import TileTokens
-from hf_actswap.engine import ChunkedLogits
-from hf_actswap.engine.chunked_logits import NOT_CALLED, auto_tokens, chunk_head
+from hf_actswap.engine import TiledLogits
 from hf_actswap.engine.tiled_calls import add_product
+from hf_actswap.engine.tiled_logits import NOT_CALLED, auto_tokens, tile_head
 from hf_actswap.plan import Tile
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import CASES, gradients, tiny_llama
@@ -190,7 +190,7 @@ def test_any_division(written: Any) -> None:
     model = made()
     loss, expected = run(model)
     with apply(model, {"tile_config": {"loss": written}}):
-        assert isinstance(model(input_ids=data()[0]).logits, ChunkedLogits)
+        assert isinstance(model(input_ids=data()[0]).logits, TiledLogits)
         tiled_loss, found = run(model)
     torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=0)  # one row has a kernel of its own
     assert furthest(found, expected) < 2e-6
@@ -352,7 +352,7 @@ def test_head_and_loss_hold_one_chunk() -> None:
     model.lm_head = nn.Linear(hidden, vocabulary, bias=False)
     model = model.to(torch.bfloat16)
     model.config.vocab_size = vocabulary
-    undo = chunk_head(model.lm_head, Tile("head"), pytest.fail, model, pytest.fail)
+    undo = tile_head(model.lm_head, Tile("head"), pytest.fail, model, pytest.fail)
     ids = torch.randint(0, vocabulary, (1, tokens))
     with Meter(model) as meter:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -432,9 +432,9 @@ def test_logits_are_made_when_they_are_read() -> None:
     expected = model(input_ids=ids, labels=labels).logits.detach()
     with apply(model, TOKENS):
         logits = model(input_ids=ids, labels=labels).logits
-        assert isinstance(logits, ChunkedLogits)
+        assert isinstance(logits, TiledLogits)
         assert logits.shape == expected.shape
-        assert isinstance(logits.float().detach(), ChunkedLogits)
+        assert isinstance(logits.float().detach(), TiledLogits)
         assert "made when read" in repr(logits)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
         assert logits.whole is None
@@ -577,7 +577,7 @@ def test_auto_leaves_small_batches_whole() -> None:
     ids = torch.randint(1, VOCABULARY, (1, 1025))
     with apply(model, {"tile_config": {"loss": "auto"}}):
         assert type(model(input_ids=ids[:, :1024]).logits) is torch.Tensor
-        assert isinstance(model(input_ids=ids).logits, ChunkedLogits)
+        assert isinstance(model(input_ids=ids).logits, TiledLogits)
 
 
 def test_the_plan_says_it() -> None:

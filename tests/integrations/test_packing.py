@@ -10,7 +10,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import ActSwapCallback
-from hf_actswap.engine import ChunkedLogits
+from hf_actswap.engine import TiledLogits
 
 from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_loops import tokenizer
@@ -92,7 +92,7 @@ def test_supervised_fine_tuning_in_tiles(smoothing: float, tmp_path: Path, monke
         ),
     )
     found, trained, _ = fine_tuned(settings, ActSwapCallback(TILES), tmp_path / "in tiles")
-    assert set(seen) == ({ChunkedLogits} if smoothing else set())
+    assert set(seen) == ({TiledLogits} if smoothing else set())
     assert found == pytest.approx(expected, rel=1e-5)
     for name, one in weights.items():
         torch.testing.assert_close(trained[name], one, rtol=1e-3, atol=1e-5)

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 import hf_actswap
 from hf_actswap import ActSwapTrainingArguments
-from hf_actswap.engine import ChunkedLogits
+from hf_actswap.engine import TiledLogits
 from hf_actswap.report.write_report import write_report
 from tests.engine.test_tiled_loss import Meter
 from tests.engine.tiny_models import tiny_llama as a_llama
@@ -65,7 +65,7 @@ def test_the_trainer_trains_as_without(
         shapes.clear()
         trainer.train()
         runs[name] = losses(trainer)
-        assert set(shapes) == {ChunkedLogits if config else torch.Tensor}
+        assert set(shapes) == {TiledLogits if config else torch.Tensor}
         assert "forward" not in vars(trainer.model.lm_head), "the head is its own again"
     assert len(runs["tiled"]) == 4
     assert runs["tiled"] == pytest.approx(runs["whole"], rel=1e-3 if "bf16" in settings else 1e-6)
@@ -165,7 +165,7 @@ def test_accelerate_loop(order: str, tmp_path: Path) -> None:
         for batch in loader:
             with accelerator.accumulate(model):
                 out = model(**batch)
-                assert isinstance(out.logits, ChunkedLogits) == bool(config), "in fp32, and still not made"
+                assert isinstance(out.logits, TiledLogits) == bool(config), "in fp32, and still not made"
                 assert out.logits.dtype == torch.float32
                 accelerator.backward(out.loss)
                 optimizer.step()
@@ -184,7 +184,7 @@ def test_the_planner_plans_beside_it() -> None:
     ids = Tokens(2).ids
     for _ in range(5):
         out = model(input_ids=ids, labels=ids)
-        assert isinstance(out.logits, ChunkedLogits)
+        assert isinstance(out.logits, TiledLogits)
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()

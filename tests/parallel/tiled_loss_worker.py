@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_actswap.apply import apply
-from hf_actswap.engine import AppliedPlan, ChunkedLogits
+from hf_actswap.engine import AppliedPlan, TiledLogits
 from hf_actswap.integrations import parallel_training
 from hf_actswap.integrations.parallel_training import replace_fused_head
 from hf_actswap.parallel.collectives import tensor_parallel_group
@@ -153,7 +153,7 @@ def run_reads(sequence_parallel: bool, group: dist.ProcessGroup) -> dict[str, An
         trained = [model(input_ids=ids, labels=labels).logits for model in models]
         found["read in training"] = [one.detach() + 0 for one in trained]
         found["largest in training"] = [one.float().argmax(-1) for one in trained]
-        found["kinds"] = [type(one) is ChunkedLogits for one in trained]
+        found["kinds"] = [type(one) is TiledLogits for one in trained]
         found["unlabelled"] = both(lambda model: model(input_ids=ids).logits)
         found["alone"] = both(lambda model: model.lm_head(model.model(ids)[0]))
         with torch.no_grad():
@@ -274,7 +274,7 @@ def run_auto(group: dist.ProcessGroup) -> list[bool]:
     ids = torch.ones(2, 513, dtype=torch.long)
     with tiled(model, group, "auto"):
         return [
-            type(model(input_ids=some, labels=some).logits) is ChunkedLogits for some in (ids[:, :512], ids)
+            type(model(input_ids=some, labels=some).logits) is TiledLogits for some in (ids[:, :512], ids)
         ]
 
 

@@ -27,7 +27,7 @@ from hf_actswap.report.pictures import (
     timeline_chart,
     with_loss,
 )
-from hf_actswap.report.run_facts import ms_text, run_facts, size_text
+from hf_actswap.report.run_facts import bytes_text, ms_text, run_facts
 from hf_actswap.report.run_files import COUNTED, ReportError, Saving, read_run
 from hf_actswap.report.write_report import NARROW_PX, WIDE_PX, write_report
 from tests.engine.tiny_models import NUM_LAYERS, plan_of, swap_rows
@@ -108,7 +108,7 @@ def test_the_page_of_a_run_that_swaps(swapped_run: Path) -> None:
     assert "self_attn.flash_attention" in text
     last = json.loads((swapped_run / "actswap" / "steps.jsonl").read_text().splitlines()[-1])
     assert written.facts.offloaded_bytes == last["stats"]["offloaded_bytes"] > 0
-    assert size_text(written.facts.offloaded_bytes) in text
+    assert bytes_text(written.facts.offloaded_bytes) in text
 
 
 def test_the_page_of_a_planned_run(planned_run: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_the_page_shows_the_saving_of_the_run_in_its_picture(swapped_run: Path) 
     assert saving is not None
     assert saving.without_peak_bytes is not None
     text = write_report(swapped_run).page.read_text()
-    assert f">without a plan at most {size_text(saving.without_peak_bytes)}</text>" in text
+    assert f">without a plan at most {bytes_text(saving.without_peak_bytes)}</text>" in text
     assert f"Peak without a plan: {COUNTED}." in text
 
 
@@ -328,7 +328,7 @@ def test_every_colour_that_is_used_is_defined_in_both_themes(swapped_run: Path) 
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (15.5 * 2**20, "15.5 MiB"), (3 * 2**40, "3.00 TiB")],
 )
 def test_sizes(value: float, text: str) -> None:
-    assert size_text(value) == text
+    assert bytes_text(value) == text
 
 
 @pytest.mark.parametrize(

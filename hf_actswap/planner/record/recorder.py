@@ -17,7 +17,7 @@ row there is one time stamp and one query of the meter, and none per aten op.
 Autograd runs the nodes of a graph in descending order of their numbers, so backward visits each row once, in
 reverse. Nodes that no row made belong to the row in which backward is: gradients that accumulate, layers that
 run again, a later forward, and a backward that a node runs inside, as tiles do (`engine.tiled_calls`). A
-backward that runs inside the forward belongs to the forward (`engine.chunked_logits`).
+backward that runs inside the forward belongs to the forward (`engine.tiled_logits`).
 """
 
 from __future__ import annotations
@@ -693,7 +693,7 @@ class OpWatch(TorchDispatchMode):
             self._op_events.reached(node)
         result = func(*args, **kwargs)
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
-            return result  # it only computed shapes (`engine.chunked_logits`)
+            return result  # it only computed shapes (`engine.tiled_logits`)
         self._op_events.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -5,7 +5,7 @@ nothing is computed and no memory is touched. The fake tensors are on the CPU, w
 attention saves the same there (its output and the softmax statistics).
 
 What runs in tiles on the model runs in tiles here too, so the profile is that of the step in tiles: a tile
-saves only its input, its forward runs once more within its backward, and one piece is there at a time.
+saves only its input, its forward runs once more within its backward, and one tile is there at a time.
 Products that are summed in fp32 are counted as on an accelerator, without copies in fp32.
 
 Changes a profile from shapes to one rank's of several, or to other types of weights and gradients.

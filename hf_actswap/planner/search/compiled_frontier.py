@@ -8,6 +8,10 @@ attention again):
 * the feed-forward block and the outputs of the norms: wide, with few operations for each byte;
 * the attention's projections too, while the costly result of the attention core stays.
 
+Counted in the graphs of PyTorch 2.13 at 7B's proportions and 32,768 tokens, these two save 0.37 and 0.19 of a
+layer's bytes and run 0.27 and 0.42 of its forward's operations again. For 0.33 and 0.19 of the bytes the
+solver runs 0.60 and 0.72 again: a few values of its budget cannot take their place.
+
 The plan of a trial has one or two points, and its steps give three sums: time, swapped bytes, and peak. Each
 is compared with its prediction, and the difference is attributed to the points in proportion: time to what
 runs again, swapped bytes to what is saved, and what then remains of the peak to temporary memory. (If nothing

@@ -1,31 +1,31 @@
-"""Head and loss of a causal language model in chunks of tokens: the logits of all tokens never exist at once.
+"""Head and loss of a causal language model in tiles of tokens: the logits of all tokens never exist at once.
 
-The head's forward is replaced by one that computes nothing and returns `ChunkedLogits`, a tensor that knows
+The head's forward is replaced by one that computes nothing and returns `TiledLogits`, a tensor that knows
 its shape, the hidden states and the head. The model's own code goes on with it. What that code does is not
 looked up by model family. Each call is first made with a tensor on ``meta`` in place of the logits, and the
 aten ops that it runs tell what it does.
 
 * Pointwise ops with numbers or with one value per vocabulary entry (casts, scales, softcapping), and
-  softmaxes over the vocabulary, are recorded and applied to each chunk.
+  softmaxes over the vocabulary, are recorded and applied to each tile.
 * Views that leave the vocabulary's dimension alone (slices, reshapes) choose rows.
 * `torch.nn.functional.cross_entropy` of rows is the loss; so is `parallel_cross_entropy`, for the part of the
-  vocabulary that a tensor-parallel rank has. Forward runs head, recorded ops and loss for one chunk after the
-  other, and each chunk's backward at once. It stores the sums of the gradients, and backward multiplies them
-  by the gradient of the loss. The head runs as often as without chunks.
+  vocabulary that a tensor-parallel rank has. Forward runs head, recorded ops and loss for one tile after the
+  other, and each tile's backward at once. It stores the sums of the gradients, and backward multiplies them
+  by the gradient of the loss. The head runs as often as without tiles.
 * Other functions that return values for each row (``gather``, ``sum``, ``argmax`` ... over the vocabulary)
-  run chunk by chunk, and once more in backward, because their upstream gradients are not known before.
-* If ranks divide the vocabulary, `full_logits` gathers the logits of each chunk for the calls that follow.
+  run tile by tile, and once more in backward, because their upstream gradients are not known before.
+* If ranks divide the vocabulary, `full_logits` gathers the logits of each tile for the calls that follow.
 * Any other call reads the logits: then they are computed whole and kept, and in training this is reported.
 
 Each weight gets one gradient per backward, from one autograd node.
 
-Logits as rows that are computed chunk by chunk, from hidden states, a head and the calls that follow it.
+Logits as rows that are computed tile by tile, from hidden states, a head and the calls that follow it.
 
 `RowRecipe` describes how the rows are made, and computes the values that a function returns for them: without
 gradients (`RowRecipe.values`), or with gradients of hidden states and parameters
-(`RowRecipe.differentiated`). One chunk of logits exists at a time.
+(`RowRecipe.differentiated`). One tile of logits exists at a time.
 
-Gradients are summed over the chunks in fp32, from products that are not rounded before. So for a head that
+Gradients are summed over the tiles in fp32, from products that are not rounded before. So for a head that
 is just a linear layer, autograd differentiates only the calls that follow it, and the two products of the
 layer's backward are computed here. Other heads (adapters, quantised weights) are differentiated by autograd.
 """
@@ -83,7 +83,7 @@ class HeadCall:
     Args:
         head: the head that was called.
         names: names of its trained parameters.
-        tokens: number of tokens in a chunk.
+        tokens: number of tokens in a tile.
         dtype: dtype of its output.
         device: device of the hidden states.
     """
@@ -109,13 +109,13 @@ class HeadCall:
                 yield
 
     def logits(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the logits ``[C, V]`` of a chunk ``[C, H]``, with these as the trained parameters."""
+        """Return the logits ``[C, V]`` of a tile ``[C, H]``, with these as the trained parameters."""
         named = dict(zip(self.names, parameters, strict=True))
         logits: torch.Tensor = self.head.with_parameters(named, hidden)
         return logits
 
     def linear(self, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias of a linear head in the dtype of its output, cast once for all chunks."""
+        """Return weight and bias of a linear head in the dtype of its output, cast once for all tiles."""
         named = dict(zip(self.names, parameters, strict=True))
         weight, bias = (named.get(name, getattr(self.head.module, name)) for name in ("weight", "bias"))
         return weight.detach().to(self.dtype), None if bias is None else bias.detach().to(self.dtype)
@@ -127,7 +127,7 @@ class LogitsPlaceholder:
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call that treats each row of logits by itself, to be made with the rows of a chunk.
+    """A call that treats each row of logits by itself, to be made with the rows of a tile.
 
     Args:
         func: the function.
@@ -145,19 +145,19 @@ class RowCall:
 
     def __call__(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return the function's values ``[C, ..]`` for the rows ``rows``, whose logits are ``[C, V]``."""
-        chunk = torch.Size((*(1 for _ in self.lead[1:]), len(logits)))
+        shape = torch.Size((*(1 for _ in self.lead[1:]), len(logits)))
 
         def given(item: Any) -> Any:
             if isinstance(item, LogitsPlaceholder):
-                return logits.reshape(*chunk, logits.shape[-1])
+                return logits.reshape(*shape, logits.shape[-1])
             if is_same_for_rows(item, self.lead):
                 return item
-            return item.reshape(-1, item.shape[-1])[rows].reshape(*chunk, item.shape[-1])
+            return item.reshape(-1, item.shape[-1])[rows].reshape(*shape, item.shape[-1])
 
         args, kwargs = tree_map_only((LogitsPlaceholder, torch.Tensor), given, (self.args, dict(self.kwargs)))
         with self.state.autocast_restored():
             values: torch.Tensor = self.func(*args, **kwargs)
-        return values.reshape(len(logits), *values.shape[len(chunk) :])
+        return values.reshape(len(logits), *values.shape[len(shape) :])
 
 
 def is_same_for_rows(item: torch.Tensor, lead: torch.Size) -> bool:
@@ -223,8 +223,8 @@ class RowRecipe:
         with torch.no_grad(), self.call.restored():
             parameters = [item.detach() for item in parameters]
             linear = self.call.linear(parameters) if self.call.head.is_linear else None
-            for rows, _, piece in self._chunks(hidden):
-                logits = F.linear(piece, *linear) if linear else self.call.logits(piece, parameters)
+            for rows, _, tile in self._tiles(hidden):
+                logits = F.linear(tile, *linear) if linear else self.call.logits(tile, parameters)
                 part = self._finished(logits, rows, function)
                 if values is None:
                     values = part.new_empty((self.lead.numel(), *part.shape[1:]))
@@ -240,10 +240,10 @@ class RowRecipe:
         parameters: Sequence[torch.Tensor],
         wants_hidden: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return a function's values for each chunk, and gradients of hidden states and parameters in fp32.
+        """Return a function's values for each tile, and gradients of hidden states and parameters in fp32.
 
         Args:
-            function: called with the rows of each chunk; ``None``: no values, and gradients of the logits.
+            function: called with the rows of each tile; ``None``: no values, and gradients of the logits.
             upstream: gradient of the values (or of the logits), ``[N, ..]``; ``None``: ones.
             hidden, parameters: hidden states, and the head's trained parameters.
             wants_hidden: whether to compute the gradient of the hidden states.
@@ -253,17 +253,17 @@ class RowRecipe:
         totals = [zero_sum(item) for item in parameters]
         values = []
         with self.call.restored():
-            chunk = (self._linear_chunk if self.call.head.is_linear else self._any_chunk)(parameters, totals)
-            for rows, at, piece in self._chunks(hidden):
+            run_tile = (self._linear_tile if self.call.head.is_linear else self._any_tile)(parameters, totals)
+            for rows, at, tile in self._tiles(hidden):
                 finish = partial(self._finished, rows=rows, function=function)
                 of_rows = None if upstream is None else upstream[rows]
-                part, of_piece = chunk(piece, finish, of_rows, wants_hidden)
+                part, of_tile = run_tile(tile, finish, of_rows, wants_hidden)
                 if function is not None:  # without a function only the gradients are wanted
                     values.append(part)
                 if flat is not None and isinstance(at, slice):
-                    flat[at] += of_piece
+                    flat[at] += of_tile
                 elif flat is not None:
-                    flat.index_add_(0, at, of_piece.to(flat.dtype))
+                    flat.index_add_(0, at, of_tile.to(flat.dtype))
         return values, [of_hidden, *totals]
 
     def _row_numbers(self) -> torch.Tensor:
@@ -273,8 +273,8 @@ class RowRecipe:
             numbers = torch.arange(self.layout.stride(-1), device=self.call.device)
         return numbers.as_strided(lead.shape, lead.stride(), lead.storage_offset()).reshape(-1)
 
-    def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield each chunk's place among the rows, its place in the flat hidden states, and that part."""
+    def _tiles(self, hidden: torch.Tensor) -> Iterator[tuple[slice, Any, torch.Tensor]]:
+        """Yield each tile's place among the rows, its place in the flat hidden states, and that part."""
         flat, lead = hidden.detach().reshape(-1, hidden.shape[-1]), self.layout.select(-1, 0)
         in_order, start = self.numbers is None and lead.is_contiguous(), lead.storage_offset()
         order = None if in_order else self._row_numbers()
@@ -284,39 +284,39 @@ class RowRecipe:
             yield rows, at, flat[at]
 
     def _finished(self, logits: torch.Tensor, rows: slice, function: RowCall | None) -> torch.Tensor:
-        """Apply the steps, and then the function, to the head's output for a chunk, ``[C, V]``."""
+        """Apply the steps, and then the function, to the head's output for a tile, ``[C, V]``."""
         for step in (*self.steps, function):
             logits = logits if step is None else step(logits, rows)
         return logits
 
-    def _linear_chunk(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _Chunk:
+    def _linear_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _RunTile:
         weight, bias = self.call.linear(parameters)
 
-        def run(piece: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
+        def run(tile: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
             with torch.no_grad():
-                logits = F.linear(piece, weight, bias)
+                logits = F.linear(tile, weight, bias)
             with torch.enable_grad():
                 values = finish(logits.requires_grad_())
             with torch.autocast(self.call.device.type, enabled=False):
                 (of_logits,) = _gradients(values, [logits], upstream)
                 for name, total in zip(self.call.names, totals, strict=True):
                     if name == "weight":
-                        add_product(total, of_logits, piece.to(of_logits.dtype))
+                        add_product(total, of_logits, tile.to(of_logits.dtype))
                     else:
                         total += of_logits.sum(0, dtype=total.dtype)
                 return values.detach(), product(of_logits, weight) if wants_hidden else None
 
         return run
 
-    def _any_chunk(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _Chunk:
+    def _any_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _RunTile:
         leaves = [item.detach().requires_grad_() for item in parameters]
 
-        def run(piece: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
+        def run(tile: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
             with torch.enable_grad():
-                piece = piece.detach().requires_grad_(wants_hidden)
-                values = finish(self.call.logits(piece, leaves))
+                tile = tile.detach().requires_grad_(wants_hidden)
+                values = finish(self.call.logits(tile, leaves))
             with torch.autocast(self.call.device.type, enabled=False):
-                found = _gradients(values, [*leaves, piece] if wants_hidden else leaves, upstream)
+                found = _gradients(values, [*leaves, tile] if wants_hidden else leaves, upstream)
             for total, of_parameter in zip(totals, found, strict=False):
                 total += of_parameter
             return values.detach(), found[-1] if wants_hidden else None
@@ -324,8 +324,8 @@ class RowRecipe:
         return run
 
 
-_Chunk = Callable[[torch.Tensor, Any, Any, bool], Any]
-"""Runs a chunk and its backward. Takes hidden states, the calls after the head as one function, the upstream
+_RunTile = Callable[[torch.Tensor, Any, Any, bool], Any]
+"""Runs a tile and its backward. Takes hidden states, the calls after the head as one function, the upstream
 gradient, and whether the hidden states need a gradient."""
 
 
@@ -335,7 +335,7 @@ def _gradients(values: torch.Tensor, inputs: list[torch.Tensor], upstream: torch
 
 
 AUTO_LEAST_TOKENS = 1024
-"""Fewer rows make slow products: each chunk reads the head's weight, and reads and writes its gradient."""
+"""Fewer rows make slow products: each tile reads the head's weight, and reads and writes its gradient."""
 
 _aten = torch.ops.aten
 _ROW_WISE = (
@@ -358,32 +358,32 @@ ReportWhole = Callable[[str], None]
 
 
 def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
-    """Return how many tokens make a chunk under ``auto``.
+    """Return how many tokens make a tile under ``auto``.
 
-    The logits of a chunk then take half as much memory as the hidden states of the batch. With what the loss
+    The logits of a tile then take half as much memory as the hidden states of the batch. With what the loss
     computes from them it is 14 bytes per bf16 logit, 3.5 times the hidden states. At least
     `AUTO_LEAST_TOKENS`.
     """
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
 
-def chunk_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, unused: ReportWhole) -> Undo:
-    """Run a head and the calls that follow it in chunks; return a function that restores its forward.
+def tile_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, unused: ReportWhole) -> Undo:
+    """Run a head and the calls that follow it in tiles; return a function that restores its forward.
 
     Args:
         head: a linear layer, or a module around one (adapters).
-        tile: how many tokens make a chunk.
+        tile: how many tokens make a tile.
         say: called with the reason if the logits are made whole in training.
         model: the model that calls the head.
         unused: called with the reason if the first training forward of ``model`` does not call the head.
     """
-    chunked = _ChunkedHead(head, tile, say)
-    restore = replace_forward(head, chunked.forward)
+    tiled = _TiledHead(head, tile, say)
+    restore = replace_forward(head, tiled.forward)
 
     def look(*_: Any) -> None:
         if torch.is_grad_enabled():
             watch.remove()
-            if not chunked.called:
+            if not tiled.called:
                 unused(NOT_CALLED)
 
     watch = model.register_forward_hook(Hook(look))
@@ -395,13 +395,13 @@ def chunk_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, 
     return undo
 
 
-def is_chunked(head: nn.Module) -> bool:
-    """Whether `chunk_head` acts on a head."""
+def is_tiled_head(head: nn.Module) -> bool:
+    """Whether `tile_head` acts on a head."""
     run = getattr(vars(head).get("forward"), "run", None)
-    return isinstance(getattr(run, "__self__", None), _ChunkedHead)
+    return isinstance(getattr(run, "__self__", None), _TiledHead)
 
 
-class _ChunkedHead:
+class _TiledHead:
     def __init__(self, module: nn.Module, tile: Tile, say: ReportWhole) -> None:
         self._head, self._tile, self._say = Head(module), tile, say
         self._kinds: dict[Any, tuple[int, torch.dtype]] = {}
@@ -457,7 +457,7 @@ class _ChunkedHead:
 
 
 def _why_whole(head: Head) -> str:
-    """Return why a head cannot run in chunks; empty if it can."""
+    """Return why a head cannot run in tiles; empty if it can."""
     if any(hasattr(type(module), FSDP2_METHOD) for module in head.module.modules()):
         return "fully_shard on the head itself frees its weight after its call"
     if any(hasattr(item, "ds_id") for item in head.module.parameters()):
@@ -467,7 +467,7 @@ def _why_whole(head: Head) -> str:
     return ""
 
 
-class ChunkedLogits(torch.Tensor):
+class TiledLogits(torch.Tensor):
     """Logits ``[.., V]`` that are computed only if they are read; until then it holds the hidden states."""
 
     form: RowRecipe
@@ -477,9 +477,9 @@ class ChunkedLogits(torch.Tensor):
     whole: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, form: RowRecipe, say: ReportWhole) -> ChunkedLogits:
+    def __new__(cls, form: RowRecipe, say: ReportWhole) -> TiledLogits:
         layout, device = form.layout, form.call.device
-        made: ChunkedLogits = torch.Tensor._make_wrapper_subclass(
+        made: TiledLogits = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, dtype=layout.dtype, device=device
         )
         made.form, made.say, made.whole = form, say, None
@@ -494,7 +494,7 @@ class ChunkedLogits(torch.Tensor):
         if found is not NotImplemented:
             return found
         if func in _LEAVES_TORCH:
-            return func(*tree_map_only(ChunkedLogits, _read, args), **kwargs)
+            return func(*tree_map_only(TiledLogits, _read, args), **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -507,32 +507,32 @@ class ChunkedLogits(torch.Tensor):
             made = _like(args[0], args[0].form)
             made.whole = args[0].whole
             return made
-        if func._schema.is_mutable and isinstance(args[0], ChunkedLogits):
+        if func._schema.is_mutable and isinstance(args[0], TiledLogits):
             raise RuntimeError(
-                f"{func} writes into logits that are computed in chunks (tile_config.loss). Write into a "
+                f"{func} writes into logits that are computed in tiles (tile_config.loss). Write into a "
                 "copy of them, or set tile_config.loss: off"
             )
-        found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)]
+        found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, TiledLogits)]
         if any(_in_graph(item) and item.whole is None for item in found):
             found[0].say(f"{func} reads all of them at once")
-        args, kwargs = tree_map_only(ChunkedLogits, _read, (args, kwargs))
+        args, kwargs = tree_map_only(TiledLogits, _read, (args, kwargs))
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _read(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ChunkedLogits(shape={list(self.shape)}, dtype={self.dtype}, made when read)"
+        return f"TiledLogits(shape={list(self.shape)}, dtype={self.dtype}, made when read)"
 
 
-def _like(logits: ChunkedLogits, form: RowRecipe) -> ChunkedLogits:
+def _like(logits: TiledLogits, form: RowRecipe) -> TiledLogits:
     """Return logits of the same call, outside of any graph."""
-    made = ChunkedLogits(form, logits.say)
+    made = TiledLogits(form, logits.say)
     made.hidden, made.parameters = logits.hidden, logits.parameters
     return made
 
 
-def _read(logits: ChunkedLogits) -> torch.Tensor:
+def _read(logits: TiledLogits) -> torch.Tensor:
     """Return the whole logits; they are computed once and kept."""
     if logits.whole is None:
         made = logits.form.values(None, logits.hidden, logits.parameters)
@@ -540,7 +540,7 @@ def _read(logits: ChunkedLogits) -> torch.Tensor:
     return logits.whole
 
 
-def _in_graph(logits: ChunkedLogits) -> bool:
+def _in_graph(logits: TiledLogits) -> bool:
     return logits.requires_grad and torch.is_grad_enabled()
 
 
@@ -549,8 +549,8 @@ def _shown(
     say: ReportWhole,
     hidden: torch.Tensor,
     parameters: tuple[torch.Tensor, ...],
-    parent: ChunkedLogits | None = None,
-) -> ChunkedLogits:
+    parent: TiledLogits | None = None,
+) -> TiledLogits:
     """Return logits that are not computed, with an autograd node.
 
     Args:
@@ -560,7 +560,7 @@ def _shown(
         parent: logits that they derive from. Their node gets no gradient, but must run: DDP waits for it.
     """
     with no_hooks():
-        shown: ChunkedLogits = _Show.apply(form, say, parent, hidden, *parameters)
+        shown: TiledLogits = _Show.apply(form, say, parent, hidden, *parameters)
     shown.hidden, shown.parameters = hidden, parameters
     return shown
 
@@ -580,7 +580,7 @@ class _Show(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.form = form
         ctx.save_for_backward(hidden, *parameters)
-        return ChunkedLogits(form, say)
+        return TiledLogits(form, say)
 
     @staticmethod
     @first_order_only
@@ -591,7 +591,7 @@ class _Show(torch.autograd.Function):
 
 
 class _RowValues(torch.autograd.Function):
-    """The values that a function returns for each row; backward runs it again, chunk by chunk."""
+    """The values that a function returns for each row; backward runs it again, tile by tile."""
 
     @staticmethod
     def forward(
@@ -656,7 +656,7 @@ class _Loss(torch.autograd.Function):
 
 def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a call without computing the logits, or ``NotImplemented`` if it needs them."""
-    found = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)}
+    found = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, TiledLogits)}
     name = getattr(func, "__name__", "")
     if len(found) != 1 or name in ("__get__", "__set__"):
         return NotImplemented
@@ -677,13 +677,13 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return made
 
 
-def _derived(logits: ChunkedLogits, form: RowRecipe) -> ChunkedLogits:
+def _derived(logits: TiledLogits, form: RowRecipe) -> TiledLogits:
     if not _in_graph(logits):
         return _like(logits, form)
     return _shown(form, logits.say, logits.hidden, logits.parameters, logits)
 
 
-def _row_values(logits: ChunkedLogits, form: RowRecipe, function: RowCall) -> torch.Tensor:
+def _row_values(logits: TiledLogits, form: RowRecipe, function: RowCall) -> torch.Tensor:
     if not _in_graph(logits):
         return form.values(function, logits.hidden, logits.parameters)
     with no_hooks():
@@ -691,7 +691,7 @@ def _row_values(logits: ChunkedLogits, form: RowRecipe, function: RowCall) -> to
     return values
 
 
-def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _row_loss(logits: TiledLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a loss (`ROW_LOSSES`) with one target for each row; ``NotImplemented`` for other arguments."""
     asked = inspect.signature(func).bind(*args, **kwargs)
     asked.apply_defaults()
@@ -709,7 +709,7 @@ def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: d
         counts = target != given["ignore_index"]
         count = counts.sum() if reduction == "mean" else counts.new_ones((), dtype=torch.long)
         if is_torchs:
-            # Reduced by the same kernel as without chunks, in its order: as log-probabilities of one class.
+            # Reduced by the same kernel as without tiles, in its order: as log-probabilities of one class.
             loss = F.nll_loss(-values.unsqueeze(1), torch.where(counts, 0, -100), reduction=reduction)
         else:
             loss = values.sum() / count
@@ -740,12 +740,12 @@ class _OpsOfCall(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _traced(logits: ChunkedLogits, form: RowRecipe, func: Any, args: Any, kwargs: Any) -> Any:
+def _traced(logits: TiledLogits, form: RowRecipe, func: Any, args: Any, kwargs: Any) -> Any:
     """Trace what a function does with logits; return its result for ``form``, without computing them whole,
     or ``NotImplemented``.
     """
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-    others = [item for item in tensors if not isinstance(item, ChunkedLogits)]
+    others = [item for item in tensors if not isinstance(item, TiledLogits)]
     layout, ops = form.layout.detach(), _OpsOfCall()
     on_meta = tree_map_only(torch.Tensor, lambda item: _on_meta(item, layout), (args, kwargs))
     try:
@@ -764,7 +764,7 @@ def _traced(logits: ChunkedLogits, form: RowRecipe, func: Any, args: Any, kwargs
     if learned or not all(_is_row_wise(call, layout) for call in ops.calls):
         return NotImplemented
     lead, state = form.lead, CallState(form.call.device, False, ())
-    held_args, held_kwargs = tree_map_only(ChunkedLogits, lambda _: LogitsPlaceholder(), (args, kwargs))
+    held_args, held_kwargs = tree_map_only(TiledLogits, lambda _: LogitsPlaceholder(), (args, kwargs))
     call = RowCall(func, held_args, held_kwargs, lead, state)
     of_rows = [item for item in others if not is_same_for_rows(item, lead)]
     if out.shape == layout.shape and not of_rows:
@@ -776,7 +776,7 @@ def _traced(logits: ChunkedLogits, form: RowRecipe, func: Any, args: Any, kwargs
 
 
 def _on_meta(item: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
-    if isinstance(item, ChunkedLogits):
+    if isinstance(item, TiledLogits):
         return layout
     return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
 

@@ -215,15 +215,21 @@ def plan_while_training(
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
-    planner = start_planner(
-        replace(training, structure=shape),
-        put,
-        tiles_on,
-        host,
-        transfer=resources.transfer,
-        meter=meter,
-        ladder=ladder,
-    )
+    weights, owned = weights_on_host(model, training.fixed, whole, resources.transfer)
+    try:
+        planner = start_planner(
+            replace(training, structure=shape),
+            put,
+            tiles_on,
+            host,
+            transfer=resources.transfer if weights is None else weights.transfer(weights.device),
+            meter=meter,
+            ladder=ladder,
+        )
+    except BaseException:
+        owned()
+        raise
+    planner.on_remove(owned)
     planner.on_remove(host.close)
     if _is_rank_0():
         bar = PlannerBar()

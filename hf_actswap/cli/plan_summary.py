@@ -307,8 +307,8 @@ def use_line(found: SearchResult, saved_to: str | None) -> str:
         return f'To use it: actswap="{saved_to}" in ActSwapTrainingArguments, or {applied}.'
     if found.plan.weights == "host":
         return (
-            'To use it: write it with --save plan.json and pass actswap="plan.json"; or, where everything is '
-            "kept, pass the configuration as it is. The planner (auto) keeps all weights on the device."
+            "To use it: `memory: {mode: adaptive, weights: host}` finds a plan by measurement; or write this "
+            'one with --save plan.json and pass actswap="plan.json".'
         )
     return (
         'To use it: actswap="auto" in ActSwapTrainingArguments finds a plan by measurement; or write this '

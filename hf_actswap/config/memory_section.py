@@ -166,7 +166,6 @@ def check_weights(
     if memory.weights == "keep":
         return
     beside = {
-        "the planner (memory.mode)": memory.mode != "off",
         "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
         "a pipeline (parallel_config)": parallel.runs_pipeline,
         "a streamed sequence (stream_config)": stream.tokens != "off",

@@ -84,6 +84,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
@@ -200,15 +201,15 @@ class LayerWeights:
         Raises:
             PlanError: there is not enough host memory.
         """
-        host = pool.take(self.size_bytes)
-        if host is None:
-            raise PlanError([_no_room(self.path, self.size_bytes, pool)])
-        host.hold(torch.uint8, torch.Size([self.size_bytes]))
-        first, whole = host.pieces[0], torch.empty(0, dtype=torch.uint8)
-        # Slabs of exactly the sizes asked for: the pieces of a block follow each other in one slab.
-        whole.set_(first.untyped_storage(), int(first.storage_offset()), (self.size_bytes,), (1,))
         views = []
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # a meter of the device does not count the block
+            host = pool.take(self.size_bytes)
+            if host is None:
+                raise PlanError([_no_room(self.path, self.size_bytes, pool)])
+            host.hold(torch.uint8, torch.Size([self.size_bytes]))
+            first, whole = host.pieces[0], torch.empty(0, dtype=torch.uint8)
+            # Slabs of exactly the sizes asked for: the pieces of a block follow each other in one slab.
+            whole.set_(first.untyped_storage(), int(first.storage_offset()), (self.size_bytes,), (1,))
             for weight in self.held:
                 view = weight.view.on(whole, 0)
                 view.copy_(weight.tensor.detach())
@@ -448,6 +449,9 @@ class FrozenWeights:
         bind_numa: whether host memory is taken beside the device.
         cap_bytes: most bytes of host memory; ``None``: what the machine has.
 
+    Attributes:
+        moving: whether weights are being moved at the moment, in the thread that reads them.
+
     Raises:
         PlanError: the model has no frozen weights in its layers, or something owns or writes them that
             cannot be combined with this.
@@ -468,7 +472,7 @@ class FrozenWeights:
         if not self.layers:
             raise PlanError([_NOTHING_FROZEN])
         self._counters = Counters()
-        self._said_casts = False
+        self.moving = self._said_casts = False
         self._device: torch.device | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._pool: HostPool | None = None
@@ -481,19 +485,24 @@ class FrozenWeights:
         self._undo: list[Undo] = []
 
     @property
+    def sizes_bytes(self) -> dict[Scope, int]:
+        """Bytes of each streamed layer, in the order of forward."""
+        return {layer.scope: layer.size_bytes for layer in self.layers}
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of all streamed layers, on the host."""
-        return sum(layer.size_bytes for layer in self.layers)
+        return sum(self.sizes_bytes.values())
 
     @property
     def window_bytes(self) -> int:
         """The most bytes of streamed weights on the device at once."""
-        return window_bytes([layer.size_bytes for layer in self.layers])
+        return window_bytes(list(self.sizes_bytes.values()))
 
     @property
     def step_bytes(self) -> int:
         """Bytes that a forward and its backward copy in, where one such pair follows another."""
-        return step_bytes([layer.size_bytes for layer in self.layers])
+        return step_bytes(list(self.sizes_bytes.values()))
 
     def stats(self) -> SwapStats:
         """Return the totals of copies in and of waits for them, and the host memory."""
@@ -520,8 +529,8 @@ class FrozenWeights:
                     self._wrapped(layer, module)
                     for module in _holders(layer, self._root.get_submodule(layer.path))
                 ]
-        if self._where().type != "cpu":
-            self._prepare(self._where())
+        if self.device.type != "cpu":
+            self._prepare(self.device)
 
     @uninterrupted()
     def remove(self) -> None:
@@ -542,7 +551,9 @@ class FrozenWeights:
     def _in_window(self) -> int:
         return min(LAYERS_AHEAD + 1, len(self.layers))
 
-    def _where(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """The device of the rest of the model, on which layers compute."""
         module, name = self._anchor
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
@@ -630,7 +641,7 @@ class FrozenWeights:
 
     def _note_casts(self, layer: LayerWeights) -> None:
         """Say once if autocast casts the weights: its cache keeps no such cast, autograd does."""
-        kind = self._where().type
+        kind = self.device.type
         if self._said_casts or not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
             return
         dtype = torch.get_autocast_dtype(kind)
@@ -655,8 +666,15 @@ class FrozenWeights:
         self._bring(layer, backward=True)
 
     def _bring(self, layer: LayerWeights, backward: bool) -> None:
+        self.moving = True
+        try:
+            self._move_window(layer, backward)
+        finally:
+            self.moving = False
+
+    def _move_window(self, layer: LayerWeights, backward: bool) -> None:
         """Move the window to a layer, and make compute wait for its weights."""
-        device = self._where()
+        device = self.device
         if device != self._device:
             self._prepare(device)
         layer.note_outside_writes()

@@ -57,6 +57,7 @@ import torch
 from torch import nn
 
 from ..engine.agreement import from_all_ranks, rank, world_size
+from ..engine.frozen_weights import FrozenWeights
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats, gib_text
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
@@ -456,8 +457,7 @@ class Planner:
     def plan(self) -> MemoryPlan:
         """The plan that is on the model; an empty one if none is."""
         if self._run.applied is None:
-            tiles = self._run.fixed.tiles
-            return MemoryPlan((), len(self.structure.layers), self.structure.family, tiles=tiles)
+            return replace(self._run.fixed, rows=())
         return self._run.applied.plan
 
     @property
@@ -487,6 +487,11 @@ class Planner:
     def evicted_bytes(self) -> int:
         """Bytes that were moved to the host so far because memory ran out."""
         return self._run.idle.evicted_bytes
+
+    @property
+    def weights(self) -> FrozenWeights | None:
+        """The frozen weights of layers, where they wait on the host."""
+        return self._run.weights
 
     @property
     def optimizer_states(self) -> OptimizerStates | None:

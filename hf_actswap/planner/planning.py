@@ -157,7 +157,7 @@ def agreed_task(
     if size is not None:
         for seen in from_all_ranks(largest):
             size = size.joined(seen if seen is None or size.pairs else BatchSize(seen.tokens))
-    profile = step.profile if size is None else step.at(size)
+    profile = step.at(size)
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))

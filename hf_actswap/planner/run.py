@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
+from ..engine.frozen_weights import FrozenWeights
 from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats
@@ -90,6 +91,7 @@ class Run:
         device_name: name of the device, for display.
         states: the optimizer's states, if they are kept on the host between its steps.
         make_states: makes these; ``None``: the planner may not choose to keep them there.
+        weights: the frozen weights of layers, if they are on the host.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
@@ -107,6 +109,7 @@ class Run:
     device_name: str
     states: OptimizerStates | None = None
     make_states: Callable[[], OptimizerStates] | None = None
+    weights: FrozenWeights | None = None
     ladder: Iterator[MemoryPlan] | None = None
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     least_in_tiles: LeastInTiles = lambda _args, _kwargs: None
@@ -121,6 +124,11 @@ class Run:
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
     _evicted_bytes: int = 0
+    _of_weights: SwapStats = field(default_factory=SwapStats)
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            self._of_weights = self.weights.stats()
 
     @property
     def name(self) -> str:
@@ -137,13 +145,15 @@ class Run:
         total = self._past
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
-        return total
+        return total if self.weights is None else total.with_weights(self.weights.stats() - self._of_weights)
 
     def resting_bytes(self) -> int:
         """Return what is on the device between backward and the optimizer's step, whatever the plan."""
         training, found = self.training, 0
         for weight in unwrapped(training.model).parameters():
             found += weight.nbytes * (2 if weight.requires_grad else 1)
+        if self.weights is not None:
+            found -= self.weights.host_bytes - self.weights.window_bytes
         if self.states is None and training.optimizer is not None:
             found += expected_state_bytes(inner_optimizer(training.optimizer)) or 0
         return found

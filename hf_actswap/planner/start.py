@@ -33,6 +33,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.agreement import from_one_rank, rank, world_size
+from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
@@ -53,7 +54,7 @@ from .oom_guard import OomGuard
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .record.devices import known_device_or_default
-from .record.shapes import profile_from_shapes
+from .record.shapes import profile_from_shapes, with_weights_on_host
 from .run import ApplyPlan, ApplyTiles, PlannedTraining, Run
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_states import (
@@ -202,6 +203,8 @@ class LeastBudget:
                 gradients_exist=self._gradients_exist,
                 with_workspaces=self._workspaces,
             )
+        if (streamed := weights_of(self._root)) is not None:
+            profile = with_weights_on_host(profile, streamed.sizes_bytes)
         limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
         return least_peak_bytes(profile, plan, limits)
 
@@ -315,6 +318,7 @@ def start_planner(
         put,
         put_tiles,
         name,
+        weights=weights_of(unwrapped(training.model)),
         ladder=tiles,
         least_bytes=least.least_bytes,
         least_in_tiles=least.least_in_tiles,

@@ -596,7 +596,6 @@ def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
 
 
 BESIDE_HOST = {
-    "the planner": "memory: {mode: adaptive, weights: host}",
     "tensor parallelism": "memory: {weights: host}\nparallel_config: {tensor_parallel_size: 2}",
     "a pipeline": "memory: {weights: host}\nparallel_config: {pipeline_stage: 2, schedule: 1f1b}",
     "a streamed sequence": "memory: {weights: host}\nstream_config: {tokens: 16}",

@@ -285,6 +285,13 @@ def states_note(found: SearchResult) -> Iterator[str]:
     yield f"Optimizer's states ({size}): on the host, copied once a step ({why})."
 
 
+def weights_note(found: SearchResult) -> Iterator[str]:
+    """Yield a line if it was chosen where the frozen weights of layers wait."""
+    if found.weights_why:
+        place = "on the host" if found.step.weights == "host" else "on the device"
+        yield f"Frozen weights of the layers: {place} (chosen: {found.weights_why})."
+
+
 def _acts(plan: MemoryPlan) -> bool:
     return bool(plan.rows or plan.tiles) or plan.weights == "host"
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 
-from hf_actswap import ActSwapCallback, ActSwapTrainingArguments, PlanError
+from hf_actswap import ActSwapCallback, ActSwapTrainingArguments, ConfigError, PlanError
 from hf_actswap.engine.frozen_weights import weights_of
 from hf_actswap.planner import Planner
 from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
@@ -131,3 +131,18 @@ def test_the_planner_finds_a_plan_beside_them(tmp_path: Path) -> None:
     assert early.stats().prefetched_bytes > 6 * early.step_bytes
     for name, one in trained(trainer.model).items():
         assert torch.equal(one, trained(bare.model)[name]), name
+
+
+@pytest.mark.parametrize(("budget_gib", "leaves"), [(0.0001, True), (1.0, False)])
+def test_auto_sets_aside_at_once_what_the_budget_does_not_hold(
+    tmp_path: Path, budget_gib: float, leaves: bool
+) -> None:
+    memory = {"mode": "adaptive", "weights": "auto", "budget_gib": budget_gib}
+    trainer = trainer_of(tmp_path, {"memory": memory})
+    assert trainer.args.place_model_on_device is False
+    assert (weights_of(trainer.model) is not None) is leaves
+
+
+def test_auto_needs_the_planner(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory\.weights: expected keep or host without the planner"):
+        trainer_of(tmp_path, {"memory": {"weights": "auto"}})

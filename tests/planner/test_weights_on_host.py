@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +23,9 @@ from hf_actswap.plan.actions import Scope
 from hf_actswap.plan.model_structure import unwrapped
 from hf_actswap.planner import Planner, profile_from_shapes
 from hf_actswap.planner.cost.simulate import predict
-from hf_actswap.planner.planning import agreed_task, best_plans
+from hf_actswap.planner.planning import agreed_task, best_plans, weights_pay
 from hf_actswap.planner.profile import Prediction, Profile
+from hf_actswap.planner.search.find_plan import least_peak_bytes
 from hf_actswap.planner.shape_buckets import RecordedStep
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
@@ -78,6 +82,50 @@ def test_a_step_that_does_not_fit_survives_and_no_weight_is_evicted(unplanned: T
     assert planner.stats().prefetched_bytes == 3 * planner.weights.step_bytes + first
 
 
+def test_auto_moves_them_where_nothing_fits_with_them_on_the_device(
+    unplanned: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The budget is less than the least that any plan reaches with the weights on the device."""
+    kept = train(lora, {"mode": "smart_swap", "weights": "auto"}, **STEPS)
+    assert isinstance(kept.planner, Planner)
+    assert kept.planner.weights is None, "everything fits"
+    assert kept.losses == unplanned.losses
+    task = kept.planner.task
+    assert task is not None
+    budget = least_peak_bytes(task.profile, task.fixed, task.limits()) - 20_000
+    memory = {"mode": "smart_swap", "weights": "auto", "budget_gib": budget / GIB}
+    memory["plan_file"] = str(tmp_path / "plan.json")
+    with caplog.at_level("INFO", "hf_actswap"):
+        found = train(lora, memory, **(STEPS | {"steps": 8}))
+    assert "wait on the host: nothing fits with them on the device" in caplog.text
+    assert found.losses[:5] == unplanned.losses
+    assert isinstance(found.planner, Planner)
+    assert found.planner.weights is not None
+    assert max(found.stable_peaks()) <= budget
+    again = train(lora, memory, **(STEPS | {"steps": 2}))
+    assert again.phases == ["stable"] * 2, "the plan's file says where the weights are"
+    assert again.losses == unplanned.losses[:2]
+    assert max(again.peaks) <= budget
+
+
+def test_auto_moves_them_where_the_step_is_predicted_to_be_faster() -> None:
+    profile, sizes, _ = profile_of_four_layers(8192)
+    fixed = MemoryPlan((), profile.num_layers, profile.family)
+    budget_gib = 0.6 * predict(profile, fixed).peak_bytes / GIB
+    memory = MemoryConfig(
+        mode="adaptive", budget_gib=budget_gib, swap_bucket_size=0
+    )  # recomputed, not swapped
+
+    def why(**changed: Any) -> str:
+        task = agreed_task(RecordedStep(profile), fixed, replace(memory, **changed), 2**40, 0)
+        return weights_pay(task, sizes)
+
+    assert re.fullmatch(r"a step is predicted to take (\d+) ms, and (\d+) ms with them on the device", why())
+    assert why(budget_gib=2 * budget_gib) == "", "nothing need be recomputed"
+    assert why(host_memory_gib=0.1) == "", "the host has no room for them"
+    assert why(budget_gib=0.45 * budget_gib / 0.6) == "nothing fits with them on the device"
+
+
 def llama_8b_with_four_layers() -> nn.Module:
     sizes: Any = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
     with torch.device("meta"):
@@ -85,14 +133,19 @@ def llama_8b_with_four_layers() -> nn.Module:
         return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).train()
 
 
-def test_less_is_swapped_where_weights_take_the_link() -> None:
-    """A recorded step has their bytes and the waits for them; what they leave of the link it has not."""
+def profile_of_four_layers(tokens: int) -> tuple[Profile, dict[Scope, int], float]:
+    """The profile, the bytes of the layers' frozen weights, and the time of backward in the layers."""
     model = llama_8b_with_four_layers()
     structure, sizes = model_structure(model), sizes_on_host(model, model_structure(model))
-    ids = torch.empty((1, 4096), dtype=torch.long, device="meta")
+    ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     with torch.autocast("cpu", torch.bfloat16):
         profile = profile_from_shapes(model, structure, {"input_ids": ids, "labels": ids.clone()}, "H100")
-    backward_ms = sum(event.backward_ms for event in profile.op_events if event.call[0] in sizes)
+    return profile, sizes, sum(one.backward_ms for one in profile.op_events if one.call[0] in sizes)
+
+
+def test_less_is_swapped_where_weights_take_the_link() -> None:
+    """A recorded step has their bytes and the waits for them; what they leave of the link it has not."""
+    profile, sizes, backward_ms = profile_of_four_layers(4096)
     link = profile.link
     assert link is not None
     left = 1 - step_bytes(list(sizes.values())) / 2 / link.in_bytes_per_ms / backward_ms

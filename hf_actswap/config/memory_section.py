@@ -168,10 +168,11 @@ def check_weights(
     if memory.weights == "auto" and memory.mode == "off":
         hint = "Write mode: adaptive, which chooses; or ask `hf-actswap plan`, and write keep or host."
         findings.problem(("memory", "weights"), "keep or host without the planner", "auto", hint)
+    streamed = stream.tokens != "off"
     beside = {
         "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
         "a pipeline (parallel_config)": parallel.runs_pipeline,
-        "a streamed sequence (stream_config)": stream.tokens != "off",
+        "the planner of a streamed sequence (memory.mode, stream_config)": streamed and memory.mode != "off",
     }
     for name in (name for name, asked in beside.items() if asked):
         hint = "Leave one out; swap, recompute, tiles and the planner can be written beside it."

@@ -19,7 +19,8 @@ So a forward and its backward copy each layer in twice, without those that stay 
 forward wrapped. The outermost of these calls brings the layer: in forward the layer's own, in backward that
 of a recomputation (``torch.utils.checkpoint`` runs the layer, a plan's region or a tile may run one module in
 it). In backward proper nothing is called, and the first ticket that autograd reads brings the layer. In which
-direction the window lies follows from whether autograd is running a backward.
+direction the window lies follows from whether autograd is running a backward (of a streamed sequence, whose
+forwards run inside one, from whether it runs another in there: `FrozenWeights.in_chunks`).
 
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
 
@@ -75,7 +76,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -473,6 +474,7 @@ class FrozenWeights:
             raise PlanError([_NOTHING_FROZEN])
         self._counters = Counters()
         self.moving = self._said_casts = False
+        self._forward_follows, self._task = False, -1
         self._device: torch.device | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._pool: HostPool | None = None
@@ -519,6 +521,21 @@ class FrozenWeights:
         held = {id(weight.tensor) for layer in self.layers for weight in layer.held}
         named = (*model.named_parameters(), *model.named_buffers())
         return [name for name, tensor in named if id(tensor) in held]
+
+    @contextmanager
+    def in_chunks(self, turns: bool) -> Iterator[None]:
+        """Within the block the model is called for one chunk of a sequence after another.
+
+        Args:
+            turns: whether the backward of a chunk follows its forward, all inside a backward around them;
+                else the next chunk's forward follows, whose first layers come during the last.
+        """
+        before = self._forward_follows, self._task
+        self._forward_follows, self._task = not turns, graph_task()
+        try:
+            yield
+        finally:
+            self._forward_follows, self._task = before
 
     def attach(self) -> None:
         """Move the weights of a model on an accelerator to the host, and wrap the calls of its layers."""
@@ -626,7 +643,7 @@ class FrozenWeights:
         if self._thread is not None and self._thread != get_ident():
             raise PlanError([_THREADS])
         outer, self._thread = self._thread, get_ident()
-        backward = in_backward()
+        backward = graph_task() not in (-1, self._task)
         try:
             with torch._C.DisableTorchFunction():  # a mode around the layer would take these for its ops
                 self._bring(layer, backward)
@@ -636,7 +653,7 @@ class FrozenWeights:
                 return forward(*args, **kwargs)
         finally:
             layer.running, self._thread = False, outer
-            if not backward and layer.position < self._first_in_window(layer.position + 1, False):
+            if not backward and layer.position not in self._window(layer.position + 1, False)[0]:
                 layer.drop()
 
     def _note_casts(self, layer: LayerWeights) -> None:
@@ -679,14 +696,11 @@ class FrozenWeights:
             self._prepare(device)
         layer.note_outside_writes()
         transfer = self.transfer(device)
-        at = layer.position
-        first = self._first_in_window(at, backward)
-        window = range(first, first + self._in_window)
+        window, ahead = self._window(layer.position, backward)
         for other in self.layers:  # first, so that the new layer can have the memory
             if other.position not in window and other.on_device and not other.running:
                 other.drop()
         layer.fetch(transfer, self._counters, late=True)
-        ahead = range(at - 1, first - 1, -1) if backward else range(at + 1, window.stop)
         for position in ahead:
             other = self.layers[position]
             if other.needed_in_backward or not backward:
@@ -694,10 +708,15 @@ class FrozenWeights:
                 other.fetch(transfer, self._counters, late=False)
         layer.settle(self._counters)
 
-    def _first_in_window(self, position: int, backward: bool) -> int:
-        if backward:
-            return max(0, position - self._in_window + 1)
-        return min(position, len(self.layers) - self._in_window)
+    def _window(self, at: int, backward: bool) -> tuple[Container[int], Iterable[int]]:
+        """Return the layers that may be on the device at layer ``at``, and which to fetch, in order."""
+        size, count = self._in_window, len(self.layers)
+        if not backward and self._forward_follows:
+            ahead = [(at + step) % count for step in range(1, size)]
+            return {at, *ahead}, ahead
+        first = max(0, at - size + 1) if backward else min(at, count - size)
+        window = range(first, first + size)
+        return window, range(at - 1, first - 1, -1) if backward else range(at + 1, window.stop)
 
 
 def weights_of(root: nn.Module) -> FrozenWeights | None:
@@ -706,9 +725,12 @@ def weights_of(root: nn.Module) -> FrozenWeights | None:
     return next((found.weights for found in kept if isinstance(found, _Stays)), None)
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread (private; PyTorch's checkpoint reads the same)."""
-    return torch._C._current_graph_task_id() != -1
+def graph_task() -> int:
+    """Return the number of the backward that autograd runs in this thread; -1: none.
+
+    It is private; PyTorch's checkpoint reads the same.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def _layers(

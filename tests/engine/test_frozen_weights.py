@@ -598,7 +598,7 @@ def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
 BESIDE_HOST = {
     "tensor parallelism": "memory: {weights: host}\nparallel_config: {tensor_parallel_size: 2}",
     "a pipeline": "memory: {weights: host}\nparallel_config: {pipeline_stage: 2, schedule: 1f1b}",
-    "a streamed sequence": "memory: {weights: host}\nstream_config: {tokens: 16}",
+    "the planner of a streamed": "memory: {mode: adaptive, weights: host}\nstream_config: {tokens: 16}",
 }
 
 

@@ -21,7 +21,7 @@ from hf_actswap.engine.frozen_weights import sizes_on_host, step_bytes, weights_
 from hf_actswap.plan import MemoryPlan, model_structure
 from hf_actswap.plan.actions import Scope
 from hf_actswap.plan.model_structure import unwrapped
-from hf_actswap.planner import Planner, profile_from_shapes
+from hf_actswap.planner import BudgetError, Planner, profile_from_shapes
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.planning import agreed_task, best_plans, weights_pay
 from hf_actswap.planner.profile import Prediction, Profile
@@ -106,6 +106,20 @@ def test_auto_moves_them_where_nothing_fits_with_them_on_the_device(
     assert again.phases == ["stable"] * 2, "the plan's file says where the weights are"
     assert again.losses == unplanned.losses[:2]
     assert max(again.peaks) <= budget
+
+
+def test_auto_moves_them_where_the_first_step_runs_out_of_memory(
+    unplanned: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = int(0.305 * unplanned.peak_bytes)  # between what evictions reach with them there, and without
+    with pytest.raises((BudgetError, torch.OutOfMemoryError)):
+        train(lora, {"mode": "smart_swap"}, limit_bytes=limit, **(STEPS | {"steps": 1}))
+    with caplog.at_level("INFO", "hf_actswap"):
+        memory = {"mode": "smart_swap", "weights": "auto"}
+        found = train(lora, memory, limit_bytes=limit, **(STEPS | {"steps": 1}))
+    assert "wait on the host: nothing fits with them on the device" in caplog.text
+    assert found.losses == unplanned.losses[:1]
+    assert max(found.peaks) <= limit
 
 
 def test_auto_moves_them_where_the_step_is_predicted_to_be_faster() -> None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import ActSwapConfig
+from .config import ActSwapConfig, MemoryConfig
 from .engine import AppliedPlan, Resources, Transfer, install
-from .engine.frozen_weights import FrozenWeights, weights_of
+from .engine.frozen_weights import FrozenWeights, problems_of_weights, sizes_on_host, weights_of
 from .engine.hook_wrappers import Hook
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
+from .engine.stats import GIB
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import enclosing_replicas
@@ -41,6 +42,7 @@ from .plan.wrappers import without_cache, without_checkpointing
 from .planner import Meter, PlannedTraining, Planner, start_planner
 from .planner.memory_errors import name_memory_errors
 from .planner.record.recorder import batch_shape
+from .planner.run import MovableWeights
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
@@ -218,21 +220,81 @@ def plan_while_training(
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
-    planner = start_planner(
-        replace(training, structure=shape),
-        put,
-        tiles_on,
-        host,
-        transfer=resources.transfer,
-        meter=meter,
-        ladder=ladder,
-    )
+    weights, owned = weights_on_host(model, training.fixed, whole, resources.transfer)
+    undo, movable = [owned], None
+
+    def weights_back() -> None:
+        for step in undo:
+            step()
+
+    if weights is not None:
+        training = replace(training, fixed=replace(training.fixed, weights="host"))
+    elif training.memory.weights == "auto":
+        movable = _movable_weights(model, training.fixed, whole, resources.transfer, undo)
+    try:
+        planner = start_planner(
+            replace(training, structure=shape),
+            put,
+            tiles_on,
+            host,
+            transfer=resources.transfer if weights is None else weights.transfer(weights.device),
+            meter=meter,
+            movable=movable,
+            ladder=ladder,
+        )
+    except BaseException:
+        weights_back()
+        raise
+    planner.on_remove(weights_back)
     planner.on_remove(host.close)
     if _is_rank_0():
         bar = PlannerBar()
         planner.progress = bar
         planner.on_remove(bar.close)
     return planner
+
+
+def _movable_weights(
+    model: nn.Module,
+    plan: MemoryPlan,
+    structure: ModelStructure,
+    transfer: Transfer | None,
+    undo: list[Callable[[], None]],
+) -> MovableWeights | None:
+    """Return the frozen weights that a planner may move to the host; ``None``: there are none that may.
+
+    What takes them back is appended to ``undo``.
+    """
+    root = unwrapped(model)
+    try:
+        sizes_bytes = sizes_on_host(root, structure)
+    except PlanError as error:
+        logger.info("memory.weights: auto: all weights stay on the device: %s", error)
+        return None
+    if problems := problems_of_weights(root, structure):
+        logger.info("memory.weights: auto: all weights stay on the device: %s", PlanError(problems))
+        return None
+
+    def to_host() -> FrozenWeights:
+        weights, owned = weights_on_host(model, replace(plan, weights="host"), structure, transfer)
+        undo.append(owned)
+        assert weights is not None
+        return weights
+
+    return MovableWeights(sizes_bytes, to_host)
+
+
+def rests_within(model: nn.Module, memory: MemoryConfig, device: torch.device) -> bool:
+    """Whether a device, or the budget, holds a training at rest: weights, and of the trained ones three more.
+
+    Those are a gradient and two states of an optimizer such as Adam. What a step needs beside them is not
+    known before one has run.
+    """
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    held += 3 * sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    if memory.budget_gib is not None:
+        return held <= memory.budget_gib * GIB
+    return device.type == "cpu" or held <= torch.accelerator.get_memory_info(device)[1]
 
 
 def apply_plan(

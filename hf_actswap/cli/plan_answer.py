@@ -17,7 +17,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import ActSwapConfig, MemoryConfig, TileConfig, load_config
+from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace, load_config
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
@@ -50,6 +50,7 @@ from .plan_summary import (
     states_note,
     use_line,
     verdict_of,
+    weights_note,
 )
 from .planned import (
     NOTHING,
@@ -59,6 +60,7 @@ from .planned import (
     costly_fates_note,
     memory_in_force,
     planned,
+    with_weights_placed,
 )
 from .profile_file import ProfileFile, read_profile
 from .stages import answer_stages
@@ -95,6 +97,7 @@ def _document(
         "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
         "memory": {name: parts.document() for name, parts in found.parts.items()},
         "assumed": list(assumptions(found.subject, found.step)),
+        "weights": {"place": found.step.weights, "why": found.weights_why},
         "saved_to": saved_to,
         "chosen_tiles": None if found.chosen_tiles is None else _tile_document(found.chosen_tiles),
         "plan": json.loads(found.plan.to_json()),
@@ -113,6 +116,7 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
     yield heading("Plan")
     yield fates_shown(asked)(found.plan, found.profile)
     yield from states_note(found)
+    yield from weights_note(found)
     if found.chosen_tiles is not None:
         yield heading("Nothing else fits: in tiles")
         yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
@@ -203,8 +207,15 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
+        place = wanted.memory.weights
+        if place == "auto" and recorded is None:
+            return with_weights_placed(lambda place: at(wanted, place, None))
+        return at(wanted, "host" if place == "host" else "keep", recorded)
+
+    def at(wanted: ActSwapConfig, place: WeightsPlace, recorded: ProfileFile | None) -> SearchResult:
+        wanted = replace(wanted, memory=replace(wanted.memory, weights=place))
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
-        step = replace(step, weights=wanted.memory.weights, micro_batches=asked.micro_batches or 1)
+        step = replace(step, weights=place, micro_batches=asked.micro_batches or 1)
         if step.micro_batches > 1 and step.sharding is not None and step.sharding.stage > 1:
             raise PlanError([_SHARDED_GRADIENTS])
         with subject(asked.model, wanted) as found:

@@ -287,6 +287,13 @@ def states_note(found: SearchResult) -> Iterator[str]:
     yield f"Optimizer's states ({size}): on the host, copied once a step ({why})."
 
 
+def weights_note(found: SearchResult) -> Iterator[str]:
+    """Yield a line if it was chosen where the frozen weights of layers wait."""
+    if found.weights_why:
+        place = "on the host" if found.step.weights == "host" else "on the device"
+        yield f"Frozen weights of the layers: {place} (chosen: {found.weights_why})."
+
+
 def _acts(plan: MemoryPlan) -> bool:
     return bool(plan.rows or plan.tiles) or plan.weights == "host"
 
@@ -309,8 +316,8 @@ def use_line(found: SearchResult, saved_to: str | None) -> str:
         return f'To use it: actswap="{saved_to}" in ActSwapTrainingArguments, or {applied}.'
     if found.plan.weights == "host":
         return (
-            'To use it: write it with --save plan.json and pass actswap="plan.json"; or, where everything is '
-            "kept, pass the configuration as it is. The planner (auto) keeps all weights on the device."
+            "To use it: `memory: {mode: adaptive, weights: host}` finds a plan by measurement; or write this "
+            'one with --save plan.json and pass actswap="plan.json".'
         )
     return (
         'To use it: actswap="auto" in ActSwapTrainingArguments finds a plan by measurement; or write this '

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ..config import ActSwapConfig, MemoryConfig, TileConfig
+from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
 from ..engine.stats import GIB
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
@@ -28,6 +28,7 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
 from ..planner.search.states_place import (
+    WORTH,
     WholeStep,
     whole_step,
     with_states_in_passing,
@@ -137,6 +138,7 @@ class SearchResult:
         kept_states_ms: the time of the optimizer's step with its states on the device, where they wait on the
             host because that is faster; ``None``: they wait where it is written, or on the device.
         resident_state_bytes: then `WholeStep.resident_bytes`.
+        weights_why: why the frozen weights of layers wait where they do; empty: it is written.
     """
 
     subject: AnalysedModel
@@ -150,6 +152,7 @@ class SearchResult:
     host_is_written: bool = False
     kept_states_ms: float | None = None
     resident_state_bytes: int | None = None
+    weights_why: str = ""
 
     @property
     def states_moved(self) -> bool:
@@ -326,6 +329,41 @@ def planned(
     own = WholeStep(result.prediction, result.prediction.step_ms)
     best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
     return result if best is None else _with_states_in_passing(*best, own.ms)
+
+
+def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchResult:
+    """Return the result with frozen weights where a training with ``weights: auto`` has them.
+
+    That is the device, unless nothing fits so (tiles that nobody wrote not counted), or the host is faster.
+
+    Args:
+        at: searches with the weights in a place. For the host it may raise `PlanError`: nothing can be moved.
+
+    Raises:
+        BudgetError: nothing fits in either place.
+    """
+    kept: SearchResult | BudgetError
+    try:
+        kept = at("keep")
+    except BudgetError as error:
+        kept = error
+    found = kept if isinstance(kept, SearchResult) and kept.chosen_tiles is None else None
+    if found is not None and found.prediction.step_ms * (1 - WORTH) <= found.steps[NOTHING].step_ms:
+        return replace(found, weights_why="nothing is slower with them there")
+    try:
+        moved = at("host")
+    except PlanError as error:
+        if isinstance(kept, BudgetError):
+            raise (error if isinstance(error, BudgetError) else kept) from None
+        return replace(kept, weights_why="they cannot wait on the host, or nothing fits so")
+    ms = step_ms_text(moved.prediction.step_ms)
+    if found is None:
+        where = "" if isinstance(kept, BudgetError) else " without tiles"
+        return replace(moved, weights_why=f"nothing fits with them on the device{where}")
+    kept_ms = step_ms_text(found.prediction.step_ms)
+    if moved.prediction.step_ms > (1 - WORTH) * found.prediction.step_ms:
+        return replace(found, weights_why=f"a step takes {kept_ms}, and {ms} with them on the host")
+    return replace(moved, weights_why=f"a step takes {ms}, and {kept_ms} with them on the device")
 
 
 def _of_whole_steps(result: SearchResult) -> SearchResult:

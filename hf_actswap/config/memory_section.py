@@ -162,18 +162,21 @@ def check_fates(
 def check_weights(
     findings: Findings, memory: MemoryConfig, parallel: ParallelConfig, stream: StreamConfig
 ) -> None:
-    """Reject ``weights: host`` beside what moves or divides weights itself, or does not count with it."""
+    """Reject ``weights`` beside what moves or divides weights itself, and ``auto`` where nothing chooses."""
     if memory.weights == "keep":
         return
+    if memory.weights == "auto" and memory.mode == "off":
+        hint = "Write mode: adaptive, which chooses; or ask `hf-actswap plan`, and write keep or host."
+        findings.problem(("memory", "weights"), "keep or host without the planner", "auto", hint)
+    streamed = stream.tokens != "off"
     beside = {
-        "the planner (memory.mode)": memory.mode != "off",
         "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
         "a pipeline (parallel_config)": parallel.runs_pipeline,
-        "a streamed sequence (stream_config)": stream.tokens != "off",
+        "the planner of a streamed sequence (memory.mode, stream_config)": streamed and memory.mode != "off",
     }
     for name in (name for name, asked in beside.items() if asked):
-        hint = "Leave one out; swap, recompute and tiles can be written beside weights: host."
-        findings.problem(("memory", "weights"), f"keep beside {name}", "host", hint)
+        hint = "Leave one out; swap, recompute, tiles and the planner can be written beside it."
+        findings.problem(("memory", "weights"), f"keep beside {name}", memory.weights, hint)
 
 
 _FATE_KEYS = (

@@ -362,7 +362,8 @@ class MemoryConfig:
             NUMA nodes. Default true.
         weights: ``host``: frozen weights of the layers (the base of LoRA and other adapters) are in
             page-locked host memory, and come to the device layer by layer ahead of forward and backward;
-            ``keep`` (default): weights stay on the device.
+            ``keep`` (default): weights stay on the device; ``auto``: the planner moves them to the host where
+            nothing fits with them on the device, or the step is predicted to be faster so.
         plan_file: path of the file to which the plan is written when it is stable; a later run of the same
             training reads it instead of searching (``save_policy``). Default ``None``.
 
@@ -381,5 +382,5 @@ class MemoryConfig:
     min_tensor_mib: _Mib | None = None
     host_memory_gib: _Gib | None = None
     bind_numa: Flag = True
-    weights: WeightsPlace = "keep"
+    weights: Annotated[Literal["keep", "host", "auto"], one_of("keep", "host", "auto")] = "keep"
     plan_file: Text | None = None

@@ -19,7 +19,8 @@ So a forward and its backward copy each layer in twice, without those that stay 
 forward wrapped. The outermost of these calls brings the layer: in forward the layer's own, in backward that
 of a recomputation (``torch.utils.checkpoint`` runs the layer, a plan's region or a tile may run one module in
 it). In backward proper nothing is called, and the first ticket that autograd reads brings the layer. In which
-direction the window lies follows from whether autograd is running a backward.
+direction the window lies follows from whether autograd is running a backward (of a streamed sequence, whose
+forwards run inside one, from whether it runs another in there: `FrozenWeights.in_chunks`).
 
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
 
@@ -75,7 +76,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
@@ -200,15 +202,15 @@ class LayerWeights:
         Raises:
             PlanError: there is not enough host memory.
         """
-        host = pool.take(self.size_bytes)
-        if host is None:
-            raise PlanError([_no_room(self.path, self.size_bytes, pool)])
-        host.hold(torch.uint8, torch.Size([self.size_bytes]))
-        first, whole = host.pieces[0], torch.empty(0, dtype=torch.uint8)
-        # Slabs of exactly the sizes asked for: the pieces of a block follow each other in one slab.
-        whole.set_(first.untyped_storage(), int(first.storage_offset()), (self.size_bytes,), (1,))
         views = []
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # a meter of the device does not count the block
+            host = pool.take(self.size_bytes)
+            if host is None:
+                raise PlanError([_no_room(self.path, self.size_bytes, pool)])
+            host.hold(torch.uint8, torch.Size([self.size_bytes]))
+            first, whole = host.pieces[0], torch.empty(0, dtype=torch.uint8)
+            # Slabs of exactly the sizes asked for: the pieces of a block follow each other in one slab.
+            whole.set_(first.untyped_storage(), int(first.storage_offset()), (self.size_bytes,), (1,))
             for weight in self.held:
                 view = weight.view.on(whole, 0)
                 view.copy_(weight.tensor.detach())
@@ -448,6 +450,9 @@ class FrozenWeights:
         bind_numa: whether host memory is taken beside the device.
         cap_bytes: most bytes of host memory; ``None``: what the machine has.
 
+    Attributes:
+        moving: whether weights are being moved at the moment, in the thread that reads them.
+
     Raises:
         PlanError: the model has no frozen weights in its layers, or something owns or writes them that
             cannot be combined with this.
@@ -468,7 +473,8 @@ class FrozenWeights:
         if not self.layers:
             raise PlanError([_NOTHING_FROZEN])
         self._counters = Counters()
-        self._said_casts = False
+        self.moving = self._said_casts = False
+        self._forward_follows, self._task = False, -1
         self._device: torch.device | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._pool: HostPool | None = None
@@ -481,19 +487,24 @@ class FrozenWeights:
         self._undo: list[Undo] = []
 
     @property
+    def sizes_bytes(self) -> dict[Scope, int]:
+        """Bytes of each streamed layer, in the order of forward."""
+        return {layer.scope: layer.size_bytes for layer in self.layers}
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of all streamed layers, on the host."""
-        return sum(layer.size_bytes for layer in self.layers)
+        return sum(self.sizes_bytes.values())
 
     @property
     def window_bytes(self) -> int:
         """The most bytes of streamed weights on the device at once."""
-        return window_bytes([layer.size_bytes for layer in self.layers])
+        return window_bytes(list(self.sizes_bytes.values()))
 
     @property
     def step_bytes(self) -> int:
         """Bytes that a forward and its backward copy in, where one such pair follows another."""
-        return step_bytes([layer.size_bytes for layer in self.layers])
+        return step_bytes(list(self.sizes_bytes.values()))
 
     def stats(self) -> SwapStats:
         """Return the totals of copies in and of waits for them, and the host memory."""
@@ -511,6 +522,21 @@ class FrozenWeights:
         named = (*model.named_parameters(), *model.named_buffers())
         return [name for name, tensor in named if id(tensor) in held]
 
+    @contextmanager
+    def in_chunks(self, turns: bool) -> Iterator[None]:
+        """Within the block the model is called for one chunk of a sequence after another.
+
+        Args:
+            turns: whether the backward of a chunk follows its forward, all inside a backward around them;
+                else the next chunk's forward follows, whose first layers come during the last.
+        """
+        before = self._forward_follows, self._task
+        self._forward_follows, self._task = not turns, graph_task()
+        try:
+            yield
+        finally:
+            self._forward_follows, self._task = before
+
     def attach(self) -> None:
         """Move the weights of a model on an accelerator to the host, and wrap the calls of its layers."""
         with uninterrupted():
@@ -520,8 +546,8 @@ class FrozenWeights:
                     self._wrapped(layer, module)
                     for module in _holders(layer, self._root.get_submodule(layer.path))
                 ]
-        if self._where().type != "cpu":
-            self._prepare(self._where())
+        if self.device.type != "cpu":
+            self._prepare(self.device)
 
     @uninterrupted()
     def remove(self) -> None:
@@ -542,7 +568,9 @@ class FrozenWeights:
     def _in_window(self) -> int:
         return min(LAYERS_AHEAD + 1, len(self.layers))
 
-    def _where(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """The device of the rest of the model, on which layers compute."""
         module, name = self._anchor
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
@@ -615,7 +643,7 @@ class FrozenWeights:
         if self._thread is not None and self._thread != get_ident():
             raise PlanError([_THREADS])
         outer, self._thread = self._thread, get_ident()
-        backward = in_backward()
+        backward = graph_task() not in (-1, self._task)
         try:
             with torch._C.DisableTorchFunction():  # a mode around the layer would take these for its ops
                 self._bring(layer, backward)
@@ -625,12 +653,12 @@ class FrozenWeights:
                 return forward(*args, **kwargs)
         finally:
             layer.running, self._thread = False, outer
-            if not backward and layer.position < self._first_in_window(layer.position + 1, False):
+            if not backward and layer.position not in self._window(layer.position + 1, False)[0]:
                 layer.drop()
 
     def _note_casts(self, layer: LayerWeights) -> None:
         """Say once if autocast casts the weights: its cache keeps no such cast, autograd does."""
-        kind = self._where().type
+        kind = self.device.type
         if self._said_casts or not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
             return
         dtype = torch.get_autocast_dtype(kind)
@@ -655,20 +683,24 @@ class FrozenWeights:
         self._bring(layer, backward=True)
 
     def _bring(self, layer: LayerWeights, backward: bool) -> None:
+        self.moving = True
+        try:
+            self._move_window(layer, backward)
+        finally:
+            self.moving = False
+
+    def _move_window(self, layer: LayerWeights, backward: bool) -> None:
         """Move the window to a layer, and make compute wait for its weights."""
-        device = self._where()
+        device = self.device
         if device != self._device:
             self._prepare(device)
         layer.note_outside_writes()
         transfer = self.transfer(device)
-        at = layer.position
-        first = self._first_in_window(at, backward)
-        window = range(first, first + self._in_window)
+        window, ahead = self._window(layer.position, backward)
         for other in self.layers:  # first, so that the new layer can have the memory
             if other.position not in window and other.on_device and not other.running:
                 other.drop()
         layer.fetch(transfer, self._counters, late=True)
-        ahead = range(at - 1, first - 1, -1) if backward else range(at + 1, window.stop)
         for position in ahead:
             other = self.layers[position]
             if other.needed_in_backward or not backward:
@@ -676,10 +708,15 @@ class FrozenWeights:
                 other.fetch(transfer, self._counters, late=False)
         layer.settle(self._counters)
 
-    def _first_in_window(self, position: int, backward: bool) -> int:
-        if backward:
-            return max(0, position - self._in_window + 1)
-        return min(position, len(self.layers) - self._in_window)
+    def _window(self, at: int, backward: bool) -> tuple[Container[int], Iterable[int]]:
+        """Return the layers that may be on the device at layer ``at``, and which to fetch, in order."""
+        size, count = self._in_window, len(self.layers)
+        if not backward and self._forward_follows:
+            ahead = [(at + step) % count for step in range(1, size)]
+            return {at, *ahead}, ahead
+        first = max(0, at - size + 1) if backward else min(at, count - size)
+        window = range(first, first + size)
+        return window, range(at - 1, first - 1, -1) if backward else range(at + 1, window.stop)
 
 
 def weights_of(root: nn.Module) -> FrozenWeights | None:
@@ -688,9 +725,12 @@ def weights_of(root: nn.Module) -> FrozenWeights | None:
     return next((found.weights for found in kept if isinstance(found, _Stays)), None)
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread (private; PyTorch's checkpoint reads the same)."""
-    return torch._C._current_graph_task_id() != -1
+def graph_task() -> int:
+    """Return the number of the backward that autograd runs in this thread; -1: none.
+
+    It is private; PyTorch's checkpoint reads the same.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def _layers(

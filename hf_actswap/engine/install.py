@@ -34,12 +34,6 @@ logger = logging.getLogger(__name__)
 Attach = Callable[[], list[Callable[[], None]]]
 """Installs hooks on a model; returns functions that remove them, in order of installation."""
 
-_OF_WEIGHTS = (
-    *("prefetched_bytes", "prefetches", "late_prefetches", "stalls", "stall_ms"),
-    *("host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms"),
-)
-"""What frozen weights add to the statistics of a plan."""
-
 _FSDP1 = "FullyShardedDataParallel"
 """By its class name: importing it takes time, and FSDP2 modules are of other classes."""
 
@@ -52,6 +46,7 @@ class AppliedPlan:
         make: takes a plan; returns a new engine for the model, and the function that installs its hooks (see
             `Attach`).
         weights: the model's frozen weights on the host; ``None``: all weights stay.
+        counts_weights: whether `stats` includes their copies; a planner counts them once for all its plans.
 
     Attributes:
         structure: structure of the model.
@@ -63,11 +58,12 @@ class AppliedPlan:
         plan: MemoryPlan,
         make: Callable[[MemoryPlan], tuple[Engine, Attach]],
         weights: FrozenWeights | None = None,
+        counts_weights: bool = True,
     ) -> None:
         self._make, self.weights = make, weights
         self._engine, self._attach = make(plan)
         self.structure = self._engine.structure
-        self._weights_before = None if weights is None else weights.stats()
+        self._weights_before = None if weights is None or not counts_weights else weights.stats()
         self._undo: list[Callable[[], None]] = []
         self._last: list[Callable[[], None]] = []
         self._removed = False
@@ -87,8 +83,7 @@ class AppliedPlan:
         own = self._engine.runtime.stats()
         if self.weights is None or self._weights_before is None:
             return own
-        moved = self.weights.stats() - self._weights_before
-        return replace(own, **{name: getattr(own, name) + getattr(moved, name) for name in _OF_WEIGHTS})
+        return own.with_weights(self.weights.stats() - self._weights_before)
 
     @property
     def dropped_bytes(self) -> int | None:
@@ -213,8 +208,11 @@ def install(
 
     def make(plan: MemoryPlan) -> tuple[Engine, Attach]:
         engine = Engine(model, plan, structure, resources)
+        acts = plan.rows or plan.tiles or plan.streamed or resources.weights is None or resources.pack_handler
 
         def attach() -> list[Callable[[], None]]:
+            if not acts:  # the weights alone: another plan may come beside them
+                return []
             if problems := _other_plan(root, structure, tiles):
                 raise PlanError(problems)
             undo = [
@@ -227,7 +225,7 @@ def install(
 
         return engine, attach
 
-    return AppliedPlan(plan, make, resources.weights)
+    return AppliedPlan(plan, make, resources.weights, counts_weights=resources.host is None)
 
 
 def put_tiles(

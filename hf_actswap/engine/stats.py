@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from .host_pool import HostPool
@@ -13,6 +13,11 @@ from .host_pool import HostPool
 GIB = 2**30
 _DIGITS = 4
 _MORE_THAN_ANY_DEVICE = 2**60
+_OF_WEIGHTS = (
+    *("prefetched_bytes", "prefetches", "late_prefetches", "stalls", "stall_ms"),
+    *("host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms"),
+)
+"""What frozen weights add to the statistics of a plan."""
 
 
 def gib(size_bytes: float) -> float:
@@ -106,6 +111,10 @@ class SwapStats:
         rejected = Counter(self.rejected)
         rejected.update(later.rejected)
         return SwapStats(**sums, **kept, rejected=dict(rejected))
+
+    def with_weights(self, moved: SwapStats) -> SwapStats:
+        """Return the numbers with what copies of frozen weights, in the same time, add to them."""
+        return replace(self, **{name: getattr(self, name) + getattr(moved, name) for name in _OF_WEIGHTS})
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return all numbers for a training log, by name."""

@@ -11,14 +11,16 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan, plan_while_training, say_what_to_know_of, weights_on_host
+from ..apply import apply_plan, plan_while_training, rests_within, say_what_to_know_of, weights_on_host
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
@@ -53,10 +55,10 @@ from .trainer_setup import (
 )
 
 
-def has_weights_on_host(requested: ActSwapConfig | MemoryPlan) -> bool:
-    """Whether a configuration or plan keeps frozen weights on the host."""
+def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
+    """Whether a configuration or plan keeps frozen weights on the host, or may choose to."""
     place = requested.weights if isinstance(requested, MemoryPlan) else requested.memory.weights
-    return place == "host"
+    return place != "keep"
 
 
 def _sharding_beside_weights(trainer: Any) -> list[Problem]:
@@ -245,18 +247,25 @@ class ActSwapCallback(TrainerCallback):
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
             return
         self.bind(trainer)
-        if has_weights_on_host(self._requested):
+        if may_set_weights_aside(self._requested):
             with failing_together("frozen weights", args.ddp_timeout):
-                if problems := _sharding_beside_weights(trainer):
-                    raise PlanError(problems)
-                structure = model_structure(trainer.model)
-                weights_on_host(trainer.model, self._plan_for(structure), structure)
+                self._set_weights_aside(trainer, args.device)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
                 pipeline = self._config.parallel_config.runs_pipeline
                 begin = begin_pipeline_for_trainer if pipeline else begin_for_trainer
                 self.parallel = begin(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
+
+    def _set_weights_aside(self, trainer: Any, device: torch.device) -> None:
+        """Move frozen weights to the host; where the planner chooses, only if they must go at once."""
+        chooses = self._config.memory.weights == "auto" and not isinstance(self._requested, MemoryPlan)
+        if chooses and rests_within(trainer.model, self._config.memory, device):
+            return
+        if problems := _sharding_beside_weights(trainer):
+            raise PlanError(problems)
+        structure = model_structure(trainer.model)
+        weights_on_host(trainer.model, replace(self._plan_for(structure), weights="host"), structure)
 
     def bind(self, trainer: Any) -> None:
         """Wrap methods of a Trainer: ``train`` removes the plan at its end, ``log`` adds the statistics.

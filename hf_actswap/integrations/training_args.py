@@ -22,7 +22,7 @@ from ..config import ActSwapConfig, load_config
 from ..errors import ConfigError, Problem, short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
-from .callback import ArgumentsCallback, has_weights_on_host
+from .callback import ArgumentsCallback, may_set_weights_aside
 from .shared_config import facts_to_compare, is_unpinned_hub_id, pin_commit_on_all_ranks
 
 REPORTS_TO = "actswap"
@@ -81,9 +81,10 @@ class _ActSwapField:
     def place_model_on_device(self) -> bool | None:
         """Whether the Trainer moves the whole model to the device at its construction.
 
-        Not where frozen weights stay on the host: the model need not fit. The Trainer moves the rest later.
+        Not where frozen weights wait on the host, or may: the model need not fit. The Trainer moves the rest
+        later.
         """
-        if has_weights_on_host(load_config_or_plan(self.actswap)):
+        if may_set_weights_aside(load_config_or_plan(self.actswap)):
             return False
         place: bool | None = super().place_model_on_device  # type: ignore[misc]
         return place

@@ -57,6 +57,7 @@ import torch
 from torch import nn
 
 from ..engine.agreement import from_all_ranks, rank, world_size
+from ..engine.frozen_weights import FrozenWeights
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats, gib_text
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
@@ -76,6 +77,7 @@ from .planning import (
     agreed_task,
     best_plans,
     states_in_passing,
+    weights_pay,
 )
 from .profile import Prediction
 from .record.recorder import batch_shape
@@ -456,8 +458,7 @@ class Planner:
     def plan(self) -> MemoryPlan:
         """The plan that is on the model; an empty one if none is."""
         if self._run.applied is None:
-            tiles = self._run.fixed.tiles
-            return MemoryPlan((), len(self.structure.layers), self.structure.family, tiles=tiles)
+            return replace(self._run.fixed, rows=())
         return self._run.applied.plan
 
     @property
@@ -487,6 +488,11 @@ class Planner:
     def evicted_bytes(self) -> int:
         """Bytes that were moved to the host so far because memory ran out."""
         return self._run.idle.evicted_bytes
+
+    @property
+    def weights(self) -> FrozenWeights | None:
+        """The frozen weights of layers, where they wait on the host."""
+        return self._run.weights
 
     @property
     def optimizer_states(self) -> OptimizerStates | None:
@@ -617,6 +623,7 @@ class Planner:
         """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
         run, again = self._run, self._last is not None
         states_bytes = 0 if run.states is None else run.states.state_bytes
+        states_bytes += 0 if run.weights is None else run.weights.host_bytes
         device_bytes, unpredicted_bytes = run.meter.limit_bytes(), self._beyond_bytes
         without = self._without_tiles
         task = agreed_task(
@@ -631,6 +638,8 @@ class Planner:
             without,
             run.training.in_flight,
         )
+        if run.movable is not None and (why := weights_pay(task, run.movable.sizes_bytes)):
+            return self._weights_to_host(why)
         if (faster := self._states_in_passing(task, step)) is not None:
             return self._begin_search(faster, largest)
         try:
@@ -681,6 +690,20 @@ class Planner:
         self._recorded = moved = step.without_states(found.resident_bytes)
         return moved
 
+    def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
+        """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
+        run = self._run
+        logger.info("%s: frozen weights of the layers wait on the host: %s", run.name, why)
+        if isinstance(self._phase, WarmUp):
+            self._phase.close()
+        run.weights_to_host()
+        self._recorded = None
+        return WarmUp(run, first_steps(run))
+
+    def _more_room(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
+        """Move frozen weights to the host, if they may, or run more in tiles; see `_more_tiles`."""
+        return self._more_tiles(size, without) if self._run.movable is None else self._weights_to_host()
+
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
         """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
 
@@ -698,7 +721,7 @@ class Planner:
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.take_off()
-        run.tile(tiled)
+        run.tile(replace(tiled, weights=run.fixed.weights))
         self._without_tiles, self._recorded = self._without_tiles or without, None
         return WarmUp(run, first_steps(run))
 
@@ -714,6 +737,9 @@ class Planner:
         if self._may_reject and not is_dry(args, kwargs):
             self._may_reject = False
             error = self._run.budget_error(self._run.resting_bytes(), args, kwargs)
+            if error is not None and self._run.movable is not None:
+                self._phase = self._weights_to_host()
+                return True
             if error is not None:
                 self.remove()
                 raise error
@@ -743,6 +769,8 @@ class Planner:
     def _can_try_again(self) -> str:
         """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
         if isinstance(self._phase, WarmUp):
+            if self._run.movable is not None:
+                return self.phase
             known, may_tile = self._largest, self._run.training.memory.mode == "adaptive"
             return self.phase if may_tile and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
         return self.phase if isinstance(self._phase, Stable) and not self._run.guarded else ""
@@ -750,7 +778,7 @@ class Planner:
     def _ran_out(self, failure: Failure) -> None:
         if isinstance(self._phase, Stable):
             self._phase.ran_out(failure)
-        elif (anew := self._more_tiles(self._largest, None)) is not None:
+        elif (anew := self._more_room(self._largest, None)) is not None:
             self._phase, self._in_step = anew, False
         else:
             raise DeviceMemoryError(failure.text)
@@ -775,7 +803,7 @@ class Planner:
         self.planning_s += search.planning_s
         budget = search.task.budget_bytes
         fits = best.fits(budget)
-        if not fits and (anew := self._more_tiles(search.task.size, search.task.unplanned)) is not None:
+        if not fits and (anew := self._more_room(search.task.size, search.task.unplanned)) is not None:
             self._phase = anew
             return
         if not fits:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,14 +26,15 @@ from ..engine.install import AppliedPlan
 from ..engine.link import slowest
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError
-from ..plan.actions import MemoryPlan
+from ..plan.actions import MemoryPlan, Scope
 from .budget import MARGIN_SHARE, BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .plan_file import Trial
 from .profile import Limits, Prediction, Profile
+from .record.shapes import with_weights_on_host
 from .run import Run
 from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
-from .search.states_place import WholeStep, whole_step, with_states_in_passing, with_states_on_host
+from .search.states_place import WORTH, WholeStep, whole_step, with_states_in_passing, with_states_on_host
 from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class PlanningTask:
         memory: the ``memory`` section of the configuration.
         budget_bytes: the most device memory that a step may use, fragments included.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
-        states_bytes: host memory that the optimizer's states take.
+        states_bytes: host memory that the optimizer's states and frozen weights take.
         unpredicted_bytes: the most that a step so far used beyond the prediction of its plan.
         step: the recorded step; scaled to ``size`` it is ``profile``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
@@ -140,7 +141,7 @@ def agreed_task(
         own: the step that this rank recorded, with the optimizer's states where they are in every step.
         fixed, memory: as in `PlanningTask`.
         device_bytes: device memory that this rank can use.
-        states_bytes: host memory that the optimizer's states take on this rank.
+        states_bytes: host memory that the optimizer's states and frozen weights take on this rank.
         unpredicted_bytes: as in `PlanningTask`; the same on every rank.
         again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
             the budget and is no error.
@@ -157,7 +158,7 @@ def agreed_task(
     if size is not None:
         for seen in from_all_ranks(largest):
             size = size.joined(seen if seen is None or size.pairs else BatchSize(seen.tokens))
-    profile = step.profile if size is None else step.at(size)
+    profile = step.at(size)
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
@@ -259,6 +260,42 @@ def states_in_passing(task: PlanningTask, micro_batches: int) -> StatesInPassing
         kept = whole_step(profile, on_device.prediction, micro_batches)
         best = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
         return None if best is None else StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms)
+
+    return found_by_rank_0(choose)
+
+
+def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> str:
+    """Return why the frozen weights of layers should wait on the host; empty: they need not.
+
+    Where nothing fits with them on the device, that is one; a step that is predicted to be faster is another.
+    The same on every rank.
+
+    Args:
+        task: what is to be planned, with the weights on the device.
+        sizes_bytes: bytes of each layer's frozen weights, in the order of forward.
+    """
+    limits, profile = task.limits(), task.profile
+
+    def step_ms(of: Profile, within: Limits) -> float | None:
+        try:
+            return find_plan(of, task.fixed, within, search_least=False).prediction.step_ms
+        except BudgetError:
+            return None
+
+    def choose() -> str:
+        kept_ms = step_ms(profile, limits)
+        if kept_ms is None:
+            return "nothing fits with them on the device"
+        if profile.link is None:  # what copies would cost is not known
+            return ""
+        most_ms = (1 - WORTH) * kept_ms
+        left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
+        if profile.compute_ms + profile.outside_ms >= most_ms or (left is not None and left < 0):
+            return ""
+        moved_ms = step_ms(with_weights_on_host(profile, sizes_bytes), replace(limits, host_bytes=left))
+        if moved_ms is None or moved_ms > most_ms:
+            return ""
+        return f"a step is predicted to take {moved_ms:.0f} ms, and {kept_ms:.0f} ms with them on the device"
 
     return found_by_rank_0(choose)
 

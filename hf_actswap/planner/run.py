@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
+from ..engine.frozen_weights import FrozenWeights
 from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats
@@ -18,7 +19,7 @@ from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan, Tile
+from ..plan.actions import MemoryPlan, Scope, Tile
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
 from .budget import BudgetError, impossible
@@ -74,6 +75,19 @@ class PlannedTraining:
     earlier_plan: str | None = None
 
 
+@dataclass(frozen=True)
+class MovableWeights:
+    """Frozen weights of layers on the device.
+
+    Args:
+        sizes_bytes: bytes of each layer's, in the order of forward.
+        to_host: keeps them on the host from then on; raises `PlanError` if there is too little memory.
+    """
+
+    sizes_bytes: Mapping[Scope, int]
+    to_host: Callable[[], FrozenWeights]
+
+
 @dataclass
 class Run:
     """One training under the planner.
@@ -90,6 +104,8 @@ class Run:
         device_name: name of the device, for display.
         states: the optimizer's states, if they are kept on the host between its steps.
         make_states: makes these; ``None``: the planner may not choose to keep them there.
+        weights: the frozen weights of layers, if they are on the host.
+        movable: frozen weights that the planner may move there; ``None``: it may not, or has done so.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
@@ -107,6 +123,8 @@ class Run:
     device_name: str
     states: OptimizerStates | None = None
     make_states: Callable[[], OptimizerStates] | None = None
+    weights: FrozenWeights | None = None
+    movable: MovableWeights | None = None
     ladder: Iterator[MemoryPlan] | None = None
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     least_in_tiles: LeastInTiles = lambda _args, _kwargs: None
@@ -121,6 +139,11 @@ class Run:
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
     _evicted_bytes: int = 0
+    _of_weights: SwapStats = field(default_factory=SwapStats)
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            self._of_weights = self.weights.stats()
 
     @property
     def name(self) -> str:
@@ -137,13 +160,15 @@ class Run:
         total = self._past
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
-        return total
+        return total if self.weights is None else total.with_weights(self.weights.stats() - self._of_weights)
 
     def resting_bytes(self) -> int:
         """Return what is on the device between backward and the optimizer's step, whatever the plan."""
         training, found = self.training, 0
         for weight in unwrapped(training.model).parameters():
             found += weight.nbytes * (2 if weight.requires_grad else 1)
+        if self.weights is not None:
+            found -= self.weights.host_bytes - self.weights.window_bytes
         if self.states is None and training.optimizer is not None:
             found += expected_state_bytes(inner_optimizer(training.optimizer)) or 0
         return found
@@ -176,6 +201,25 @@ class Run:
         self.states.resident_bytes = resident_bytes
         memory = replace(self.training.memory, preference="memory_saving")
         self.training = replace(self.training, memory=memory)
+
+    @uninterrupted()
+    def weights_to_host(self) -> None:
+        """Keep the frozen weights of layers on the host from now on; all plans are taken off.
+
+        Call it between two forwards.
+
+        Raises:
+            PlanError: there is too little host memory.
+        """
+        if self.movable is None:
+            raise RuntimeError("the frozen weights stay where they are in this run")
+        self.take_off()
+        fixed = self.fixed
+        self.tile(replace(fixed, tiles=()))  # tiles go around the calls that bring weights
+        self.weights, self.movable = self.movable.to_host(), None
+        self.tile(replace(fixed, weights="host"))
+        self.training = replace(self.training, memory=replace(self.training.memory, weights="host"))
+        self.meter.give_back()
 
     @uninterrupted()
     def tile(self, fixed: MemoryPlan) -> None:

@@ -25,6 +25,7 @@ from ..plan.actions import Scope
 from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
 from .profile import Profile
+from .record.shapes import with_link_beside_weights
 
 MOST_BUCKETS = 6
 _RATIO = 0.5**0.5
@@ -106,11 +107,14 @@ class RecordedStep:
         profile: the recorded profile.
         weights: memory that the weights of each module need.
         baseline_bytes: device memory in use before the forward; 0: not known.
+        streamed_bytes: bytes of each layer's frozen weights on the host; the profile has the waits for their
+            copies, and the whole link.
     """
 
     profile: Profile
     weights: Mapping[ModuleName, ModuleWeights] = field(default_factory=dict)
     baseline_bytes: int = 0
+    streamed_bytes: Mapping[Scope, int] = field(default_factory=dict)
 
     @property
     def size(self) -> BatchSize | None:
@@ -142,14 +146,21 @@ class RecordedStep:
         )
         return replace(self, profile=moved, baseline_bytes=max(self.baseline_bytes - states_bytes, 0))
 
-    def at(self, size: BatchSize) -> Profile:
-        """Return the profile of a batch of another size.
+    def at(self, size: BatchSize | None) -> Profile:
+        """Return the profile of a batch of another size, with what frozen weights leave of the link.
 
         If it has fewer tokens but more pairs, or the reverse, the larger number of each counts.
+
+        Args:
+            size: ``None``: that of the recorded batch.
 
         Raises:
             ValueError: the shape of the recorded batch is not known.
         """
+        profile = self.profile if size is None else self._scaled_to(size)
+        return with_link_beside_weights(profile, self.streamed_bytes)
+
+    def _scaled_to(self, size: BatchSize) -> Profile:
         own = self.size
         if own is None:
             raise ValueError("the shape of the recorded batch is not known")

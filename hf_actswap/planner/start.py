@@ -33,6 +33,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.agreement import from_one_rank, rank, world_size
+from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
@@ -53,8 +54,8 @@ from .oom_guard import OomGuard
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .record.devices import known_device_or_default
-from .record.shapes import profile_from_shapes
-from .run import ApplyPlan, ApplyTiles, PlannedTraining, Run
+from .record.shapes import profile_from_shapes, with_weights_on_host
+from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_states import (
     OptimizerStates,
@@ -202,6 +203,8 @@ class LeastBudget:
                 gradients_exist=self._gradients_exist,
                 with_workspaces=self._workspaces,
             )
+        if (streamed := weights_of(self._root)) is not None:
+            profile = with_weights_on_host(profile, streamed.sizes_bytes)
         limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
         return least_peak_bytes(profile, plan, limits)
 
@@ -271,6 +274,7 @@ def start_planner(
     *,
     transfer: Transfer | None = None,
     meter: Meter | None = None,
+    movable: MovableWeights | None = None,
     ladder: Iterable[MemoryPlan] | None = None,
 ) -> Planner:
     """Put a planner on a model in training and return it; every rank must call it.
@@ -282,6 +286,7 @@ def start_planner(
         transfer: how bytes are copied; by default streams on an accelerator, blocking copies on the CPU.
         meter: measures device memory; by default it asks the allocator. On the CPU it counts storages, and
             rejects ops that exceed ``budget_gib`` as an accelerator would.
+        movable: frozen weights that the planner may move to the host; ``None``: it may not.
         ladder: plans with more and more in tiles, tried where no plan fits; ``None``: no tiles are added.
 
     Raises:
@@ -315,6 +320,8 @@ def start_planner(
         put,
         put_tiles,
         name,
+        weights=weights_of(unwrapped(training.model)),
+        movable=movable,
         ladder=tiles,
         least_bytes=least.least_bytes,
         least_in_tiles=least.least_in_tiles,
@@ -331,6 +338,9 @@ def start_planner(
     resident_bytes = None if known is None else known.numbers.get("states_resident_bytes")
     if resident_bytes is not None and run.make_states is not None:
         run.states_to_host(resident_bytes)
+    if known is not None and known.plan.weights == "host" and movable is not None:
+        run.weights_to_host()
+        fixed = run.fixed
     with uninterrupted():
         run.tile(
             fixed if known is None else replace(fixed, tiles=_merged_tiles(known.plan.tiles, fixed.tiles))

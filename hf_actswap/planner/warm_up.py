@@ -124,7 +124,13 @@ class WarmUp:
             profile = with_memory_of(profile, self._memory)
         if self._steps_left <= 0:
             if profile is not None:
-                return RecordedStep(replace(profile, link=self._link()), self._weights, self._baseline_bytes)
+                streamed = self._run.weights
+                return RecordedStep(
+                    replace(profile, link=self._link()),
+                    self._weights,
+                    self._baseline_bytes,
+                    {} if streamed is None else streamed.sizes_bytes,
+                )
             logger.info("%s: the recorded step had no backward; another one is recorded", self._run.name)
             self._steps_left, self._memory = 1, None
         self._next()

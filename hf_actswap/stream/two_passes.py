@@ -36,7 +36,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -352,6 +352,11 @@ class _StreamedModel:
         as_output = given.get("return_dict", getattr(self.root.config, "return_dict", True))
         return output if as_output else output.to_tuple()
 
+    def in_chunks(self, turns: bool) -> AbstractContextManager[None]:
+        """Return a context for one of the two passes, in whose order frozen weights on the host come."""
+        weights = self._applied.weights
+        return nullcontext() if weights is None else weights.in_chunks(turns)
+
     def _check_kind_of_call(self, given: dict[str, Any]) -> None:
         """Raise `PlanError` if a few tokens give another result in chunks; once for each kind of call."""
         if (kind := kind_of_call(given)) in self._checked:
@@ -460,7 +465,7 @@ class _Sequence:
     def first_pass(self) -> torch.Tensor:
         """Run all chunks without gradients; return the loss of the sequence."""
         loss = None
-        with attending(self._model.root, self._attention):
+        with attending(self._model.root, self._attention), self._model.in_chunks(turns=False):
             for chunk in range(len(self._attention.bounds) - 1):
                 self._states.append(CallState(self._by_token["input_ids"].device, True, ()))
                 self._attention.begin(chunk, second=False)
@@ -493,7 +498,8 @@ class _Sequence:
             raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
         sums = {name: _GradientSum(item) for name, item in parameters.items()}
         leaves = {name: item.leaf for name, item in sums.items()}
-        with attending(self._model.root, self._attention), torch.enable_grad():
+        turning = self._model.in_chunks(turns=True)
+        with attending(self._model.root, self._attention), turning, torch.enable_grad():
             for chunk in reversed(range(len(self._states))):
                 state = self._states.pop()
                 self._attention.begin(chunk, second=True)

@@ -77,7 +77,7 @@ def test_peak_and_host_memory(run: Run, tiny: Path, write: Callable[[str], Path]
 def test_weights_on_the_host_are_a_plan(run: Run, tiny: Path, write: Callable[[str], Path]) -> None:
     text = " ".join(run("plan", tiny, write(HOST), *LORA).out.split())
     assert "Fits: " in text
-    assert "The planner (auto) keeps all weights on the device." in text
+    assert "To use it: `memory: {mode: adaptive, weights: host}` finds a plan by measurement" in text
     assert "nothing need be changed" not in text
 
 
@@ -118,5 +118,38 @@ def test_a_layer_waits_where_its_copy_takes_longer_than_the_layer_before() -> No
         ahead = [forward[1], forward[2], backward[2], backward[1]]
         assert waited_ms == pytest.approx(sum(max(copy_ms - ms, 0.0) for ms in ahead), rel=1e-6)
         assert found.link is not None
-        assert found.link.out_bytes_per_ms == rate
+        assert found.link.out_bytes_per_ms == pytest.approx(rate)
         assert 0 < found.link.in_bytes_per_ms <= rate
+
+
+AUTO = "memory: {mode: adaptive, weights: auto}\n"
+
+
+def test_auto_keeps_the_weights_where_they_cost_nothing(
+    run: Run, tiny: Path, write: Callable[[str], Path]
+) -> None:
+    document = run("plan", tiny, write(AUTO), *LORA, "--json").document
+    assert document["weights"] == {"place": "keep", "why": "nothing is slower with them there"}
+    assert "weights" not in document["plan"]
+    text = " ".join(run("plan", tiny, write(AUTO), *LORA).out.split())
+    assert "Frozen weights of the layers: on the device (chosen: nothing is slower with them there)." in text
+    without = run("plan", tiny, write(AUTO), *STEP, "--json").document
+    assert without["weights"]["place"] == "keep", "none is frozen"
+
+
+def test_auto_moves_the_weights_where_nothing_fits_with_them(
+    run: Run, tiny: Path, write: Callable[[str], Path]
+) -> None:
+    def asked(text: str, budget_bytes: float) -> dict[str, Any]:
+        words = [*LORA, "--budget", f"{budget_bytes / 2**30:.12f}", "--json"]
+        found: dict[str, Any] = run("plan", tiny, write(text), *words).document
+        return found
+
+    whole = asked("memory: {mode: adaptive}\n", 2**33)["predicted"]["recompute all"]["peak_bytes"]
+    between = (whole - 40_000) / 0.97  # the host spares 63,488 bytes; 3 % are for fragments
+    assert not asked("memory: {mode: adaptive}\n", between)["ok"]
+    found = asked(AUTO, between)
+    assert found["ok"], found
+    assert found["weights"] == {"place": "host", "why": "nothing fits with them on the device"}
+    assert found["plan"]["weights"] == "host"
+    assert not asked(AUTO, 1000)["ok"]

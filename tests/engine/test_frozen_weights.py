@@ -38,6 +38,7 @@ from hf_actswap.plan.model_structure import unwrapped
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
+from tests.engine.test_with_quantised import quantised_llama
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     PLANS,
@@ -134,6 +135,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: lora(tiny("Mistral")),
     "prompt": prompted_llama,
     "half frozen": half_frozen_llama,
+    "packed in 4 bits": lambda: quantised_llama("custom function"),
 }
 
 
@@ -472,7 +474,7 @@ def _under_zero_3() -> nn.Module:
 
 
 class Params4bit(nn.Parameter):
-    """As bitsandbytes': a parameter of a class of its own."""
+    """As bitsandbytes', whose product's node holds the weight itself until backward."""
 
 
 def _quantised() -> nn.Module:
@@ -596,10 +598,9 @@ def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:
 
 
 BESIDE_HOST = {
-    "the planner": "memory: {mode: adaptive, weights: host}",
     "tensor parallelism": "memory: {weights: host}\nparallel_config: {tensor_parallel_size: 2}",
     "a pipeline": "memory: {weights: host}\nparallel_config: {pipeline_stage: 2, schedule: 1f1b}",
-    "a streamed sequence": "memory: {weights: host}\nstream_config: {tokens: 16}",
+    "the planner of a streamed": "memory: {mode: adaptive, weights: host}\nstream_config: {tokens: 16}",
 }
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
-from hf_actswap import ActSwapTrainingArguments, PlanError
+from hf_actswap import ActSwapCallback, ActSwapTrainingArguments, ConfigError, PlanError
 from hf_actswap.engine.frozen_weights import weights_of
+from hf_actswap.planner import Planner
 from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
 
 HOST: dict[str, Any] = {"memory": {"weights": "host"}}
@@ -103,3 +104,45 @@ def test_a_trainer_that_shards_the_model_is_rejected(tmp_path: Path, name: str) 
     )
     assert "leave weights: host out" in problem.hint
     assert weights_of(model) is None
+
+
+def test_the_planner_finds_a_plan_beside_them(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": 6}
+    bare = trainer_of(tmp_path, None, **settings)
+    expected = bare.train().training_loss
+    memory = {"mode": "smart_swap", "search_steps": 2, "reduce_by_gib": 0.0001}
+    trainer = trainer_of(tmp_path, {"memory": {"weights": "host", **memory}}, **settings)
+    early = weights_of(trainer.model)
+    assert early is not None
+    found: list[Planner] = []
+
+    class Watching(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            (ours,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, ActSwapCallback))
+            found[:] = [ours.applied] if isinstance(ours.applied, Planner) else []
+            phases.append(found[0].phase)
+
+    phases: list[str] = []
+    trainer.add_callback(Watching())
+    assert trainer.train().training_loss == expected
+    assert phases[-1] == "stable"
+    assert found[0].weights is early is weights_of(trainer.model)
+    assert found[0].trials[0].plan.rows
+    assert early.stats().prefetched_bytes > 6 * early.step_bytes
+    for name, one in trained(trainer.model).items():
+        assert torch.equal(one, trained(bare.model)[name]), name
+
+
+@pytest.mark.parametrize(("budget_gib", "leaves"), [(0.0001, True), (1.0, False)])
+def test_auto_sets_aside_at_once_what_the_budget_does_not_hold(
+    tmp_path: Path, budget_gib: float, leaves: bool
+) -> None:
+    memory = {"mode": "adaptive", "weights": "auto", "budget_gib": budget_gib}
+    trainer = trainer_of(tmp_path, {"memory": memory})
+    assert trainer.args.place_model_on_device is False
+    assert (weights_of(trainer.model) is not None) is leaves
+
+
+def test_auto_needs_the_planner(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory\.weights: expected keep or host without the planner"):
+        trainer_of(tmp_path, {"memory": {"weights": "auto"}})

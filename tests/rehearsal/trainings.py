@@ -111,12 +111,18 @@ def mixed() -> int:
         return stress.wrong_bits(7)
 
 
+def _unfrozen(model: torch.nn.Module, frozen: bool) -> list[torch.nn.Parameter]:
+    """Return what is trained of a Llama: all, or what is no product of a layer; the rest is frozen then."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "layers" not in name or "norm" in name)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 @cache
 def _frozen_stress() -> Stress:
     """A Llama of which the norms and what is around the layers is trained: its products are frozen."""
     model = small_llama(device(), hidden=32)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers" not in name or "norm" in name)
+    _unfrozen(model, True)
     stress = Stress(model, (2, 16))
     stress.learn()
     return stress
@@ -170,6 +176,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "memory": {"min_tensor_mib": 1e-6},
     },
     "stream": {"stream_config": {"tokens": 16}, "tile_config": {"loss": 3}},
+    "stream beside frozen weights": {"stream_config": {"tokens": 16}, "memory": {"weights": "host"}},
 }
 NEAR = 1e-5
 """Sums in tiles and chunks have another order: so far may weights be from those without a plan."""
@@ -189,10 +196,10 @@ def _losses(
     return losses
 
 
-def _trained(config: Mapping[str, Any] | None) -> list[torch.Tensor]:
-    """Train a tiny Llama for some steps; return its losses and weights."""
+def _trained(config: Mapping[str, Any] | None, frozen: bool) -> list[torch.Tensor]:
+    """Train a tiny Llama for some steps, or what is not frozen of it; return its losses and weights."""
     model = tiny_llama(use_cache=False).to(device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(_unfrozen(model, frozen), lr=0.1, momentum=0.9)
     applied = None if config is None else apply(model, dict(config), optimizer=optimizer)
     losses = _losses(model, optimizer, steps=2, tokens=40)
     if applied is not None:
@@ -203,8 +210,9 @@ def _trained(config: Mapping[str, Any] | None) -> list[torch.Tensor]:
 
 @cache
 def _first_of(name: str) -> list[torch.Tensor]:
-    found = _trained(CONFIGS[name])
-    for mine, plain in zip(found, _trained(None), strict=True):
+    frozen = "frozen" in name
+    found = _trained(CONFIGS[name], frozen)
+    for mine, plain in zip(found, _trained(None, frozen), strict=True):
         torch.testing.assert_close(mine, plain, rtol=NEAR, atol=NEAR)
     return found
 
@@ -212,26 +220,30 @@ def _first_of(name: str) -> list[torch.Tensor]:
 def configured(name: str) -> int:
     """Tiles of an op and of the loss, or a sequence in chunks: always the bits of the first time."""
     expected = _first_of(name)
-    return sum(wrong(*pair) for pair in zip(_trained(CONFIGS[name]), expected, strict=True))
+    return sum(wrong(*pair) for pair in zip(_trained(CONFIGS[name], "frozen" in name), expected, strict=True))
 
 
 PLANNED_STEPS, SHARE = 7, 0.85
 """Steps of a planned training, and its memory of what a plain one takes: a third of that cannot be moved."""
 
 
-def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]:
-    """Train a Llama with a wide feed-forward; return its losses and weights, and what it had allocated."""
+def _planned(memory: Mapping[str, Any] | None, frozen: bool = False) -> tuple[list[torch.Tensor], int]:
+    """Train a Llama with a wide feed-forward; return its losses and weights, and what it had allocated.
+
+    ``frozen``: the products of its layers are.
+    """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # what earlier trainings of this process have left for each stream
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = tiny_llama(hidden_size=32, intermediate_size=2048, use_cache=False).to(device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(_unfrozen(model, frozen), lr=1e-3, fused=True)
     planner: Any = None if memory is None else apply(model, {"memory": memory}, optimizer=optimizer)
     losses = _losses(model, optimizer, PLANNED_STEPS, tokens=512)
     peak_bytes = torch.cuda.max_memory_allocated()
     if planner is not None:
         assert planner.phase == "stable"
+        assert (planner.weights is not None) == (memory.get("weights", "keep") != "keep")
         moved = planner.optimizer_states
         assert planner.stats().offloads > 0 or (moved is not None and moved.stats().offloads > 0)
         planner.remove()
@@ -239,8 +251,8 @@ def _planned(memory: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], int]
 
 
 @cache
-def _unplanned() -> tuple[list[torch.Tensor], int]:
-    return _planned(None)
+def _unplanned(frozen: bool = False) -> tuple[list[torch.Tensor], int]:
+    return _planned(None, frozen)
 
 
 def planned_with_states_in_passing() -> int:
@@ -255,11 +267,20 @@ def planned_with_states_in_passing() -> int:
     return found
 
 
-def planned(mode: str, preference: str = "performance") -> int:
+def planned_while_frozen_weights_leave() -> int:
+    """The planner is told that a step is faster with the frozen weights on the host."""
+    with patch.object(phases, "weights_pay", return_value="a test says so") as asked:
+        found = planned("smart_swap", weights="auto")
+    assert asked.call_count == 1
+    return found
+
+
+def planned(mode: str, preference: str = "performance", weights: str = "keep") -> int:
     """The planner records, tries plans and keeps one, within less memory than the plain training takes."""
-    expected, peak_bytes = _unplanned()
+    expected, peak_bytes = _unplanned(weights != "keep")
     memory = {"mode": mode, "preference": preference, "warmup_steps": 1, "search_steps": 3}
-    found, _ = _planned({**memory, "budget_gib": SHARE * peak_bytes / 2**30})
+    asked = {**memory, "weights": weights, "budget_gib": SHARE * peak_bytes / 2**30}
+    found, _ = _planned(asked, weights != "keep")
     return sum(wrong(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -531,8 +552,11 @@ TRAININGS: dict[str, Callable[[], int]] = {
     "mixed": mixed,
     "tiles": partial(configured, "tiles"),
     "stream": partial(configured, "stream"),
+    "stream beside frozen weights": partial(configured, "stream beside frozen weights"),
     "smart_swap": partial(planned, "smart_swap"),
     "adaptive": partial(planned, "adaptive"),
+    "planned beside frozen weights": partial(planned, "smart_swap", weights="host"),
+    "planned while frozen weights leave": planned_while_frozen_weights_leave,
     "planned with states": partial(planned, "smart_swap", "memory_saving"),
     "planned with states in passing": planned_with_states_in_passing,
     "host block used again": host_block_is_used_again,

@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from ...engine.frozen_weights import FrozenWeights, weights_of
 from ...engine.hook_wrappers import compiled_wrapper, wrap_call
 from ...engine.link import Link
 from ...engine.owners import inner_tensors
@@ -441,7 +442,7 @@ class StepRecorder:
         )
         self._counts_gradients = gradient_bytes is not None
         self._log.on_backward = self._backward_begins
-        self._watch = None if opaque else OpWatch(self._log, clock)
+        self._watch = None if opaque else OpWatch(self._log, clock, weights_of(self._root))
         self._undo: list[Callable[[], None]] = []
         self._inside: ExitStack | None = None
         self._saving: Any = None
@@ -660,11 +661,12 @@ class OpWatch(TorchDispatchMode):
     Args:
         op_events: is told of each op, and of the node that runs it.
         clock: is told of each op too.
+        weights: the model's frozen weights on the host, whose copies are no ops of the step.
     """
 
-    def __init__(self, op_events: OpListener, clock: Clock) -> None:
+    def __init__(self, op_events: OpListener, clock: Clock, weights: FrozenWeights | None = None) -> None:
         super().__init__()
-        self._op_events, self._clock = op_events, clock
+        self._op_events, self._clock, self._weights = op_events, clock, weights
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -686,7 +688,7 @@ class OpWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if runs_its_own_dispatch(types):
             return NotImplemented  # the ops into which the subclass turns it are seen instead
-        if not computes(func):
+        if not computes(func) or (self._weights is not None and self._weights.moving):
             return func(*args, **kwargs)
         node = running_node_number()
         if node is not None:

@@ -273,7 +273,7 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
 
     On the device is the largest window of layers, at every moment. A layer waits for its copy where that
     takes longer than the layer before it computes; recomputation, which the profile does not know, would
-    hide more. What swapped tensors have of the link is what the copies of weights leave in backward.
+    hide more.
 
     Args:
         profile: a profile computed from shapes, with all weights on the device and the rates of the link.
@@ -294,14 +294,6 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
         backward = {scope: compute[scope][1] for scope in order}
         backward_ms = _waits_ms({scope: copies_ms[scope] for scope in order}, backward)
         more_ms = {scope: (forward_ms[scope], backward_ms[scope]) for scope in copies_ms}
-        busy_ms = step_bytes(list(sizes_bytes.values())) / 2 / link.in_bytes_per_ms
-        spent_ms = sum(backward.values()) + sum(backward_ms.values())
-        left = max(1 - busy_ms / max(spent_ms, busy_ms, 1e-9), _LEAST_LINK_SHARE)
-        link = replace(
-            link,
-            in_bytes_per_ms=link.in_bytes_per_ms * left,
-            in_beside_out_bytes_per_ms=link.in_beside_out_bytes_per_ms * left,
-        )
     op_events = []
     for op_event in profile.op_events:
         waits = more_ms.pop(op_event.call[0], (0.0, 0.0)) if op_event.call[0] is not None else (0.0, 0.0)
@@ -314,13 +306,43 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
                 backward_base_bytes=max(op_event.backward_base_bytes - less, 0),
             )
         )
-    return replace(
+    there = replace(
         profile,
         op_events=tuple(op_events),
-        link=link,
         weight_bytes=profile.weight_bytes - less,
         outside_base_bytes=max(profile.outside_base_bytes - less, 0),
     )
+    return with_link_beside_weights(there, sizes_bytes)
+
+
+def with_link_beside_weights(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> Profile:
+    """Return the profile with the rates that copies of frozen weights leave to swapped tensors.
+
+    Weights come in during forward, beside what is swapped out, and during backward, where they take their
+    share of the time in which swapped tensors come back.
+
+    Args:
+        profile: a profile whose times include waits for weights, and whose link has its whole rates.
+        sizes_bytes: bytes of each layer's frozen weights on the host; empty: nothing is changed.
+    """
+    link = profile.link
+    if link is None or not sizes_bytes:
+        return profile
+    of_layers = [op_event for op_event in profile.op_events if op_event.call[0] in sizes_bytes]
+    copies_ms = step_bytes(list(sizes_bytes.values())) / 2 / link.in_bytes_per_ms
+    forward = _share(copies_ms, sum(op_event.forward_ms for op_event in of_layers))
+    left = max(1 - _share(copies_ms, sum(op_event.backward_ms for op_event in of_layers)), _LEAST_LINK_SHARE)
+    link = replace(
+        link,
+        out_bytes_per_ms=(1 - forward) * link.out_bytes_per_ms + forward * link.out_beside_in_bytes_per_ms,
+        in_bytes_per_ms=link.in_bytes_per_ms * left,
+        in_beside_out_bytes_per_ms=link.in_beside_out_bytes_per_ms * left,
+    )
+    return replace(profile, link=link)
+
+
+def _share(copies_ms: float, ms: float) -> float:
+    return min(copies_ms / ms, 1.0) if ms > 0 else 1.0
 
 
 _LEAST_LINK_SHARE = 0.02

@@ -22,7 +22,7 @@ from ..budget import BudgetError
 from ..cost.simulate import outside
 from ..profile import Prediction, Profile
 
-_WORTH = 0.01
+WORTH = 0.01
 """Share of a step by which the host must be predicted to be faster: less is within a prediction's error."""
 Result = TypeVar("Result")
 
@@ -132,7 +132,7 @@ def with_states_on_host(
     states = profile.optimizer_state_bytes
     can_move = profile.link is not None and states > 0 and (host_bytes is None or states <= host_bytes)
     best: Found[Result] | None = None
-    most_ms = (1 - _WORTH) * kept.ms
+    most_ms = (1 - WORTH) * kept.ms
     if can_move and micro_batches * profile.compute_ms + profile.outside_ms < most_ms:
         for swaps in (True, False):
             with suppress(BudgetError):

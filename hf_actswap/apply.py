@@ -220,17 +220,8 @@ def plan_while_training(
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
-    weights, owned = weights_on_host(model, training.fixed, whole, resources.transfer)
-    undo, movable = [owned], None
-
-    def weights_back() -> None:
-        for step in undo:
-            step()
-
-    if weights is not None:
-        training = replace(training, fixed=replace(training.fixed, weights="host"))
-    elif training.memory.weights == "auto":
-        movable = _movable_weights(model, training.fixed, whole, resources.transfer, undo)
+    training, movable, weights_back = _with_weights(training, resources.transfer)
+    weights = weights_of(root)
     try:
         planner = start_planner(
             replace(training, structure=shape),
@@ -252,6 +243,29 @@ def plan_while_training(
         planner.progress = bar
         planner.on_remove(bar.close)
     return planner
+
+
+def _with_weights(
+    training: PlannedTraining, transfer: Transfer | None
+) -> tuple[PlannedTraining, MovableWeights | None, Callable[[], None]]:
+    """Put frozen weights on the host for all plans of a planner, where that is written or has happened.
+
+    Returns:
+        The training, whose plans say so; the weights that the planner may move; and what takes weights back.
+    """
+    model, structure = training.model, training.structure
+    weights, owned = weights_on_host(model, training.fixed, structure, transfer)
+    undo, movable = [owned], None
+    if weights is not None:
+        training = replace(training, fixed=replace(training.fixed, weights="host"))
+    elif training.memory.weights == "auto":
+        movable = _movable_weights(model, training.fixed, structure, transfer, undo)
+
+    def weights_back() -> None:
+        for step in undo:
+            step()
+
+    return training, movable, weights_back
 
 
 def _movable_weights(

@@ -36,7 +36,7 @@ CASES = {
     "case 2": CASE_2,
     "case 3": CASE_3,
     "case 4": CASE_4,
-    "full recompute": FULL_RECOMPUTE,
+    "full recompute": {**FULL, **FULL_RECOMPUTE},
 }
 
 

@@ -21,7 +21,10 @@ EVERY_LAYER = {
     "log": "full",
     "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
 }
-AUTO = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": "auto", "layers": True}]}}
+AUTO = {
+    "log": "full",
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": "auto", "layers": True}]},
+}
 WHOLE, REGIONAL = "whole", "regional"
 
 

@@ -98,6 +98,7 @@ class SearchPhase:
         run: the training.
         task: what is to be planned.
         steps: the most training steps that the search takes.
+        first: the best plan by prediction, where it is known already.
 
     Attributes:
         trials: the plans tried so far for the largest batch.
@@ -110,14 +111,14 @@ class SearchPhase:
 
     name = "search"
 
-    def __init__(self, run: Run, task: PlanningTask, steps: int) -> None:
+    def __init__(self, run: Run, task: PlanningTask, steps: int, first: Found | None = None) -> None:
         self._run, self.task, self._steps_left = run, task, steps
         self.trials: list[Trial] = []
         self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
-        self._waiting = self._planned()
+        self._waiting = self._planned(first)
         logger.info(
             "%s: search (%d steps at most, budget %s; without a plan %s)",
             run.name,
@@ -247,10 +248,10 @@ class SearchPhase:
         tried = [trial.plan.rows for trial in self.trials]
         self._waiting = [item for item in found if item.plan.rows not in tried]
 
-    def _planned(self) -> list[Found]:
+    def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
         try:
-            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1)))
+            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
         text = "%s: %d plan(s) worth a trial, found in %.2f s"
@@ -631,10 +632,11 @@ class Planner:
             without,
             run.training.in_flight,
         )
-        if (faster := self._states_in_passing(task, step)) is not None:
-            return self._begin_search(faster, largest)
+        known = self._states_in_passing(task, step)
+        if isinstance(known, RecordedStep):
+            return self._begin_search(known, largest)
         try:
-            return SearchPhase(run, task, max(run.training.memory.search_steps, 1))
+            return SearchPhase(run, task, max(run.training.memory.search_steps, 1), known)
         except BudgetError as error:
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
@@ -647,7 +649,7 @@ class Planner:
             )
             return self._begin_search(step, None)
 
-    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | None:
+    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | Found | None:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
         Every rank must call it.
@@ -657,7 +659,7 @@ class Planner:
             step: the recorded step, with the states on the device.
 
         Returns:
-            The recorded step without the states; ``None``: they stay.
+            The recorded step without the states. If they stay, the best plan beside them, where it is known.
         """
         run = self._run
         if run.training.memory.preference != "auto":
@@ -666,9 +668,9 @@ class Planner:
         if not all(may for may, _ in ranks):
             return None
         micro_batches = max(count for _, count in ranks)
-        found = states_in_passing(task, micro_batches)
+        found, on_device = states_in_passing(task, micro_batches)
         if found is None:
-            return None
+            return on_device
         logger.info(
             "%s: the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, and %.0f ms with them on the device",

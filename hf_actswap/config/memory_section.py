@@ -176,6 +176,27 @@ def check_weights(
         findings.problem(("memory", "weights"), f"keep beside {name}", "host", hint)
 
 
+def check_in_backward(
+    findings: Findings, memory: MemoryConfig, parallel: ParallelConfig, stream: StreamConfig
+) -> None:
+    """Reject an optimizer in backward beside what sums gradients later, and its clipping without it."""
+    if not memory.optimizer_in_backward:
+        for key in ("in_backward_clip_value", "in_backward_clip_last_norm"):
+            if getattr(memory, key) is not None:
+                hint = "Without it the training loop clips (max_grad_norm, clip_grad_norm_)."
+                expected = "memory.optimizer_in_backward: true beside it"
+                findings.problem(("memory", key), expected, "false", hint)
+        return
+    beside = {
+        "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
+        "a pipeline (parallel_config)": parallel.runs_pipeline,
+        "a streamed sequence (stream_config)": stream.tokens != "off",
+    }
+    for name in (name for name, asked in beside.items() if asked):
+        hint = "Gradients are complete there only when backward is over. Leave one out."
+        findings.problem(("memory", "optimizer_in_backward"), f"false beside {name}", "true", hint)
+
+
 _FATE_KEYS = (
     "recompute",
     "select_recompute",

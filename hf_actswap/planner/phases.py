@@ -494,6 +494,10 @@ class Planner:
         """The states that ``preference: memory_saving`` keeps on the host, with statistics of their own."""
         return self._run.states
 
+    def outside_compute(self) -> AbstractContextManager[Any]:
+        """Return a context whose time belongs to no op of a step that is recorded meanwhile."""
+        return self._run.idle.around_copies()
+
     @short_traceback
     def step_ended(self) -> None:
         """End a training step; call it after the optimizer's step, on every rank.

@@ -165,13 +165,8 @@ def check_weights(
     """Reject ``weights: host`` beside what moves or divides weights itself, or does not count with it."""
     if memory.weights == "keep":
         return
-    beside = {
-        "the planner (memory.mode)": memory.mode != "off",
-        "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
-        "a pipeline (parallel_config)": parallel.runs_pipeline,
-        "a streamed sequence (stream_config)": stream.tokens != "off",
-    }
-    for name in (name for name, asked in beside.items() if asked):
+    planner = ["the planner (memory.mode)"] if memory.mode != "off" else []
+    for name in (*planner, *_divisions(parallel, stream)):
         hint = "Leave one out; swap, recompute and tiles can be written beside weights: host."
         findings.problem(("memory", "weights"), f"keep beside {name}", "host", hint)
 
@@ -187,14 +182,19 @@ def check_in_backward(
                 expected = "memory.optimizer_in_backward: true beside it"
                 findings.problem(("memory", key), expected, "false", hint)
         return
-    beside = {
+    for name in _divisions(parallel, stream):
+        hint = "Gradients are complete there only when backward is over. Leave one out."
+        findings.problem(("memory", "optimizer_in_backward"), f"false beside {name}", "true", hint)
+
+
+def _divisions(parallel: ParallelConfig, stream: StreamConfig) -> Iterator[str]:
+    """Yield, in words, how a configuration divides the model or its sequence."""
+    asked = {
         "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
         "a pipeline (parallel_config)": parallel.runs_pipeline,
         "a streamed sequence (stream_config)": stream.tokens != "off",
     }
-    for name in (name for name, asked in beside.items() if asked):
-        hint = "Gradients are complete there only when backward is over. Leave one out."
-        findings.problem(("memory", "optimizer_in_backward"), f"false beside {name}", "true", hint)
+    yield from (name for name, divides in asked.items() if divides)
 
 
 _FATE_KEYS = (

@@ -78,6 +78,8 @@ UNITS: Mapping[str, str] = {
     "swap_bucket_size": "bytes",
     "min_tensor_mib": "MiB",
     "host_memory_gib": "GiB per rank",
+    "in_backward_clip_value": "of a gradient's element",
+    "in_backward_clip_last_norm": "norm of all gradients",
     "target_memory": "bytes",
     "reduction_memory": "bytes",
     "tensor_size_filter": "bytes",
@@ -133,6 +135,12 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("memory", "host_memory_gib"): "host_memory_gib: 64",
     ("memory", "bind_numa"): "bind_numa: false",
     ("memory", "weights"): "weights: host",
+    ("memory", "optimizer_in_backward"): "optimizer_in_backward: true",
+    ("memory", "in_backward_clip_value"): "{optimizer_in_backward: true, in_backward_clip_value: 1.0}",
+    (
+        "memory",
+        "in_backward_clip_last_norm",
+    ): "{optimizer_in_backward: true, in_backward_clip_last_norm: 1.0}",
     ("memory", "plan_file"): "plan_file: plan.json",
 }
 """A line of YAML for each key, as it stands below its section, with the keys that it needs beside it."""
@@ -164,6 +172,9 @@ LINKS: Mapping[str, str] = {
     "host_memory_gib": "reference.md#host-memory",
     "bind_numa": "reference.md#host-memory",
     "weights": "frozen_weights.md",
+    "optimizer_in_backward": "planner.md#the-optimizer-in-backward",
+    "in_backward_clip_value": "planner.md#the-optimizer-in-backward",
+    "in_backward_clip_last_norm": "planner.md#the-optimizer-in-backward",
     "plan_file": "planner.md",
 }
 """Where more stands about a key."""

@@ -39,10 +39,11 @@ from .plan.model_structure import unwrapped
 from .plan.tiles import tile_ladder
 from .plan.wrapper_rules import problems_of_checkpointing
 from .plan.wrappers import without_cache, without_checkpointing
-from .planner import Meter, PlannedTraining, Planner, start_planner
+from .planner import Meter, OptimizerInBackward, PlannedTraining, Planner, start_planner
 from .planner.memory_errors import name_memory_errors
 from .planner.record.recorder import batch_shape
 from .planner.run import MovableWeights
+from .planner.states.in_backward import KEY
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
@@ -78,7 +79,8 @@ def apply(
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: ``"auto"``, or anything else that `load_config` takes; or a plan, or a plan's file.
             With ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
-        optimizer: the model's optimizer. The planner needs it: its step ends a training step.
+        optimizer: the model's optimizer. The planner needs it: its step ends a training step; so does
+            ``memory: {optimizer_in_backward: true}``.
         transfer: copies bytes to host memory and back; by default on streams of an accelerator, blocking on
             the CPU.
         progress: called with (bytes ready, bytes in total) while host memory is page-locked; the two are
@@ -104,6 +106,7 @@ def apply(
             if requested.memory.mode == "adaptive":
                 undo.callback(without_checkpointing(model))
             applied = _apply_config(model, requested, resources, optimizer, meter)
+            optimizer_in_backward(model, requested.memory, optimizer, applied)
         applied.on_remove(undo.pop_all().close)
     if isinstance(applied, Planner) or applied.plan.does_anything:
         applied.on_remove(name_memory_errors(model, applied))
@@ -157,6 +160,34 @@ def _apply_config(
         return apply_plan(model, plan, structure, resources, budget)
     training = PlannedTraining(model, structure, plan, requested.memory, optimizer)
     return plan_while_training(training, resources, meter=meter, written=requested)
+
+
+def optimizer_in_backward(
+    model: nn.Module,
+    memory: MemoryConfig,
+    optimizer: torch.optim.Optimizer | None,
+    applied: AppliedPlan | Planner,
+) -> OptimizerInBackward | None:
+    """Let the optimizer step in backward while a plan is applied; ``None``: ``memory`` does not say so.
+
+    Raises:
+        PlanError: there is no optimizer, or it cannot step in backward; the plan has been removed.
+    """
+    if not memory.optimizer_in_backward:
+        return None
+    try:
+        if optimizer is None:
+            raise PlanError([replace(_NO_OPTIMIZER, where=KEY, expected="the optimizer, which it steps")])
+        beside: tuple[Any, ...] = ()
+        if isinstance(planner := applied, Planner):
+            beside = (lambda: planner.optimizer_states, planner.outside_compute)
+        found = OptimizerInBackward(optimizer, model, memory, *beside)
+    except PlanError:
+        applied.remove()
+        raise
+    found.attach()
+    applied.on_remove(found.remove)
+    return found
 
 
 def say_what_to_know_of(source: ConfigOrPlan, plan: MemoryPlan, structure: ModelStructure) -> None:

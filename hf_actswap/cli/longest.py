@@ -27,7 +27,16 @@ from .output import Answer, busy, heading, listed, size_text, step_ms_text, tabl
 from .plan_answer import ALONE, memory_table, step_shape
 from .plan_summary import assumptions
 from .planned import MemoryParts, memory_in_force, memory_parts
-from .step import StepShape, ladder_of, prediction_document, profile_of, state_bytes
+from .step import (
+    StepShape,
+    ladder_of,
+    prediction_document,
+    problems_in_backward,
+    profile_of,
+    state_bytes,
+    stepped_in_backward,
+    with_states_of,
+)
 from .subject import AnalysedModel, ModelError, subject, with_tp
 
 STREAMED = "streamed in chunks"
@@ -39,6 +48,8 @@ _FIRST_TOKENS = 64 * UNIT_TOKENS
 _MOST_RECORDS = 8
 RECOMPUTED = "recompute_config: {recompute: true}\n"
 INPUTS_SWAPPED = "swap_config: {swap: true, recompute_input: true, op_swap: []}\n"
+STATES_MOVED = "memory: {mode: smart_swap, preference: memory_saving}\n"
+IN_BACKWARD = "memory: {mode: smart_swap, preference: memory_saving, optimizer_in_backward: true}\n"
 _CHUNKS = "stream_config: {tokens: auto}\ntile_config: {loss: auto}\n"
 
 
@@ -56,7 +67,8 @@ class Longest:
         step: the predicted step; if ``tokens`` is 0, that of the shortest sequence, or the shortest one that
             is streamed.
         parts: what its peak consists of.
-        host_bytes: host memory that it needs for swapped or streamed tensors and a paged optimizer's states.
+        host_bytes: host memory that it needs for swapped or streamed tensors and for an optimizer's states
+            that are paged or wait there.
         ends: which memory is closer to its limit, so that no longer sequence fits.
         config: the configuration, as YAML.
     """
@@ -106,11 +118,11 @@ class _Lengths:
         self._memory = memory_in_force(config, asked.budget_bytes, self._shape)
         self._budget_bytes = self._allocatable_bytes = 0  # the second: without fragments
         self._profiles: dict[tuple[bool, int], Profile] = {}
-        self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]
+        self._states_bytes, self._paged_bytes = state_bytes(self._shape.optimizer, found.model)
 
     def answer(self) -> Answer:
         texts = {TILED: self._tiled(), SWAPPED: INPUTS_SWAPPED + RECOMPUTED, CHECKPOINTED: RECOMPUTED}
-        found = {name: self._longest(text) for name, text in texts.items()}
+        found = {name: self._longest_of_all(text) for name, text in texts.items()}
         reasons = [*self.not_streamed()]
         try:
             found = found if reasons else {STREAMED: self._streamed(), **found}
@@ -153,6 +165,10 @@ class _Lengths:
             sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
             table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)
         yield table
+        if any(STATES_MOVED in item.config for item in found.values()):
+            yield "The optimizer's states wait on the host: with them on the device nothing fits."
+        if any(IN_BACKWARD in item.config for item in found.values()):
+            yield "They wait on the host, and the optimizer steps in backward: nothing fits otherwise."
         if any(not item.tokens for item in found.values()):
             yield f"0 tokens: not even {UNIT_TOKENS:,} fit; the other numbers of that row are for these."
         yield heading("At the peak")
@@ -181,7 +197,8 @@ class _Lengths:
         host_bytes = max(self._host - self._paged_bytes, 0)
         tokens = step.longest(self._allocatable_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
         predicted = step.predicted(tokens or step.shortest_streamed)
-        found = self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
+        parts = memory_parts(step.profile, predicted)
+        found = self._found_longest(tokens, predicted, parts, _CHUNKS, self._paged_bytes)
         kept = step.keeping_most(plan, tokens, self._allocatable_bytes) if tokens else 0
         if not kept:
             return found
@@ -210,45 +227,63 @@ class _Lengths:
         *_, most = [TileConfig("auto"), *(tiles for tiles, _ in ladder_of(self._found, read))]
         return INPUTS_SWAPPED + RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
 
+    def _longest_of_all(self, text: str) -> Longest:
+        """Return the longest step; where none fits, with states on the host, then with a step in backward.
+
+        That is what ``preference: auto`` stands for: these cost time, and so are not tried before.
+        """
+        first, held_bytes = self._longest(text), self._states_bytes + self._paged_bytes
+        has_room = self._host is None or held_bytes <= self._host
+        places = [STATES_MOVED] if self._states_bytes and has_room else []
+        if places and not [*problems_in_backward(self._shape)]:
+            places.append(IN_BACKWARD)
+        found = (self._longest(text + place) for place in places if not first.tokens)
+        return next((item for item in found if item.tokens), first)
+
     def _longest(self, text: str) -> Longest:
-        plan = self._plan(text)
+        plan, shape = self._plan(text), with_states_of(self._shape, self._read(text).memory)
+        held_bytes = self._paged_bytes + (self._states_bytes if shape.states_leave else 0)
+
+        def step_of(tokens: int) -> Prediction:
+            profile = self._profile(plan, replace(shape, tokens=tokens))
+            return predict(profile, plan, optimizer_states_moved=shape.states_leave)
 
         def over_bytes(tokens: int) -> int:
             """Return the bytes by which a step exceeds device or host memory, the larger of the two."""
-            step = self._step(plan, tokens)
+            step = step_of(tokens)
             over = step.peak_bytes - self._allocatable_bytes
             if self._host is None or not step.host_bytes:  # a shorter sequence needs no less
                 return over
-            return max(over, step.host_bytes + self._paged_bytes - self._host)
+            return max(over, step.host_bytes + held_bytes - self._host)
 
-        rests = self._profile(plan, _FIRST_TOKENS)
+        rests = self._profile(plan, replace(shape, tokens=_FIRST_TOKENS))
         budget = budget_bytes(self._memory, rests.device_bytes, rests.device_bytes)
         self._budget_bytes = budget
         self._allocatable_bytes = allocatable_bytes(rests, self._memory, budget)
         tokens = longest_of(over_bytes)
-        step = self._step(plan, tokens or UNIT_TOKENS)
-        profile = self._profile(plan, tokens or UNIT_TOKENS)
-        return self._found_longest(tokens, step, memory_parts(profile, step), text)
+        step = step_of(tokens or UNIT_TOKENS)
+        profile = self._profile(plan, replace(shape, tokens=tokens or UNIT_TOKENS))
+        parts = memory_parts(profile, step, shape.states_leave)
+        return self._found_longest(tokens, step, parts, text, held_bytes)
 
     def _found_longest(
-        self, tokens: int, step: Prediction, parts: MemoryParts | None, config: str
+        self, tokens: int, step: Prediction, parts: MemoryParts | None, config: str, held_bytes: int
     ) -> Longest:
         growing_bytes = step.peak_bytes if parts is None else parts.activations
         device_room = growing_bytes + self._allocatable_bytes - step.peak_bytes
-        host_room = (self._host or sys.maxsize) - self._paged_bytes
+        host_room = (self._host or sys.maxsize) - held_bytes
         on_host = step.host_bytes * device_room > growing_bytes * host_room
-        needed_bytes = step.host_bytes + self._paged_bytes
+        needed_bytes = step.host_bytes + held_bytes
         return Longest(tokens, step, parts, needed_bytes, "host" if on_host else "device", config)
 
-    def _profile(self, plan: MemoryPlan, tokens: int) -> Profile:
-        key = bool(plan.tiles), tokens
+    def _profile(self, plan: MemoryPlan, shape: StepShape) -> Profile:
+        plain = replace(shape, in_backward=False, states_leave=False)
+        key = bool(plan.tiles), shape.tokens
         if key not in self._profiles:
-            with busy(f"{self._found.described()}: {tokens:,} tokens"):
-                self._profiles[key] = profile_of(self._found, replace(self._shape, tokens=tokens), plan.tiles)
-        return self._profiles[key]
-
-    def _step(self, plan: MemoryPlan, tokens: int) -> Prediction:
-        return predict(self._profile(plan, tokens), plan)
+            with busy(f"{self._found.described()}: {shape.tokens:,} tokens"):
+                self._profiles[key] = profile_of(self._found, plain, plan.tiles)
+        profile = self._profiles[key]
+        return stepped_in_backward(self._found, shape, profile) if shape.in_backward else profile
 
 
 def longest_of(over_bytes: Callable[[int], int]) -> int:

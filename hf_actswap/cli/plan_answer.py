@@ -72,6 +72,7 @@ from .step import (
     ranks_of_a_machine,
     saved_by_row,
     weights_on_host,
+    with_states_of,
 )
 from .subject import AnalysedModel, subject, with_tp
 
@@ -216,6 +217,7 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
         wanted = replace(wanted, memory=replace(wanted.memory, weights=place))
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
         step = replace(step, weights=place, micro_batches=asked.micro_batches or 1)
+        step = with_states_of(step, wanted.memory)
         if step.micro_batches > 1 and step.sharding is not None and step.sharding.stage > 1:
             raise PlanError([_SHARDED_GRADIENTS])
         with subject(asked.model, wanted) as found:

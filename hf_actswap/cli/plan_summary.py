@@ -300,15 +300,16 @@ def _acts(plan: MemoryPlan) -> bool:
 
 def use_line(found: SearchResult, saved_to: str | None) -> str:
     """Return the line that says how to train with this plan."""
-    if found.states_moved and (saved_to is not None or found.kept_states_ms is None):
+    moved = found.states_moved and (saved_to is not None or found.kept_states_ms is None)
+    if moved or found.memory.optimizer_in_backward:
+        written = found.states_moved and found.kept_states_ms is None
         asked: dict[str, str] = {"mode": found.memory.mode}
-        asked |= {} if found.kept_states_ms is not None else {"preference": "memory_saving"}
+        asked |= {"preference": "memory_saving"} if written else {}
+        asked |= {"optimizer_in_backward": "true"} if found.memory.optimizer_in_backward else {}
         asked |= {} if saved_to is None else {"plan_file": saved_to}
         section = ", ".join(f"{key}: {value}" for key, value in asked.items())
-        return (
-            f"To use it: `memory: {{{section}}}` in the configuration. (A plan alone does not move the "
-            "optimizer's states.)"
-        )
+        alone = "move the optimizer's states" if moved else "step in backward"
+        return f"To use it: `memory: {{{section}}}` in the configuration. (A plan alone does not {alone}.)"
     if not _acts(found.plan):
         return NOTHING_TO_CHANGE
     if saved_to is not None:

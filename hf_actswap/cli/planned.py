@@ -315,7 +315,7 @@ def planned(
         return _of_whole_steps(_with_tiles(found, step, config, memory, profile, fixed, with_least))
     kept = replace(memory, preference="performance")
     result = _of_whole_steps(_with_tiles(found, step, config, kept, profile, fixed, with_least))
-    if memory.mode != "adaptive":
+    if memory.mode != "adaptive" or memory.optimizer_in_backward:
         return result
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ActSwapConfig, TileConfig, WeightsPlace
+from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
 from ..config.sizes import device_kind
 from ..engine.frozen_weights import sizes_on_host
 from ..engine.install import put_tiles, tile_parts
@@ -26,7 +26,15 @@ from ..plan.tiles import tile_ladder
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates
-from ..planner.record.shapes import Baseline, profile_from_shapes, with_baseline, with_weights_on_host
+from ..planner.record.shapes import (
+    Baseline,
+    profile_from_shapes,
+    with_baseline,
+    with_optimizer_in_backward,
+    with_weights_on_host,
+)
+from ..planner.states.in_backward import KEY
+from ..planner.states.optimizer_states import DEFAULT_SHARE
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
 from .subject import DTYPES, AnalysedModel, ModelError
 
@@ -142,6 +150,8 @@ class StepShape:
         sharding: what data-parallel ranks shard; ``None``: nothing.
         weights: where frozen weights of the layers are while no layer reads them.
         micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
+        in_backward: whether the optimizer steps each parameter in backward.
+        states_leave: whether the optimizer's states are on the host between its steps, because it is written.
     """
 
     sequences: int
@@ -153,6 +163,8 @@ class StepShape:
     sharding: Sharding | None = None
     weights: WeightsPlace = "keep"
     micro_batches: int = 1
+    in_backward: bool = False
+    states_leave: bool = False
 
     def described(self) -> str:
         """Return the step as one line of text."""
@@ -161,6 +173,7 @@ class StepShape:
         gradients = f", {self.gradient_dtype} gradients" if self.gradient_dtype else ""
         shares = f", {self.sharding.name} over {self.sharding.ranks} ranks" if self.sharding else ""
         place = ", frozen weights on the host" if self.weights == "host" else ""
+        place += ", optimizer in backward" if self.in_backward else ""
         batch = f"{self.sequences} x {self.tokens} tokens"
         if self.micro_batches > 1:
             batch = f"{self.micro_batches} micro-batches of {batch}"
@@ -178,6 +191,7 @@ class StepShape:
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "weights": self.weights,
             "micro_batches": self.micro_batches,
+            "optimizer_in_backward": self.in_backward,
         }
 
 
@@ -251,8 +265,41 @@ def profile_of(
         outside_base_bytes=profile.outside_base_bytes + in_step,
         link=device_rates(step.device).link_of(ranks_of_a_machine(found, step)),
     )
+    if step.in_backward:
+        profile = stepped_in_backward(found, step, profile)
     waiting = weights_on_host(found, step)
     return with_weights_on_host(profile, waiting) if waiting else profile
+
+
+def stepped_in_backward(found: AnalysedModel, step: StepShape, profile: Profile) -> Profile:
+    """Return the profile of a step whose optimizer steps in backward, given that of the step without.
+
+    Raises:
+        PlanError: the optimizer of the step cannot.
+    """
+    if problems := list(problems_in_backward(step)):
+        raise PlanError(problems)
+    whole = step_bytes(step.optimizer, found.model)
+    profile = replace(profile, outside_base_bytes=profile.outside_base_bytes - whole)
+    trained = sum(weight.nbytes for weight in found.model.parameters() if weight.requires_grad)
+    resident = profile.optimizer_state_bytes // DEFAULT_SHARE if step.states_leave else 0
+    return with_optimizer_in_backward(profile, step.micro_batches > 1, resident, whole / max(trained, 1))
+
+
+def with_states_of(step: StepShape, memory: MemoryConfig) -> StepShape:
+    """Return the step with the optimizer's states and step where ``memory`` says."""
+    leave = memory.preference == "memory_saving"
+    return replace(step, in_backward=memory.optimizer_in_backward, states_leave=leave)
+
+
+def problems_in_backward(step: StepShape) -> Iterator[Problem]:
+    """Yield why the optimizer of a step cannot step in backward."""
+    if step.optimizer not in (None, "none", "sgd", "adamw", "adamw_torch"):
+        hint = "--optimizer adamw, adamw_torch or sgd can."
+        expected = "an optimizer of torch.optim, which computes each parameter by itself"
+        yield Problem(KEY, expected, str(step.optimizer), hint)
+    if step.sharding is not None:
+        yield Problem(KEY, "false beside --shard", "true", "Gradients are summed after they are complete.")
 
 
 def weights_on_host(found: AnalysedModel, step: StepShape) -> Mapping[Scope, int]:

@@ -35,7 +35,7 @@ from .keys import (
     STACK_SECTIONS,
     ignored_key_note,
 )
-from .memory_section import check_fates, check_weights, read_memory
+from .memory_section import check_fates, check_in_backward, check_weights, read_memory
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 from .sections import (
     MODEL_CONFIG,
@@ -267,6 +267,7 @@ def _read_document(
     check_fates(findings, memory, swap, recompute)
     stream = read_stream(findings)
     check_weights(findings, memory, parallel, stream)
+    check_in_backward(findings, memory, parallel, stream)
     config = ActSwapConfig(
         swap_config=swap,
         recompute_config=recompute,

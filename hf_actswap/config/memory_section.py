@@ -168,15 +168,39 @@ def check_weights(
     if memory.weights == "auto" and memory.mode == "off":
         hint = "Write mode: adaptive, which chooses; or ask `hf-actswap plan`, and write keep or host."
         findings.problem(("memory", "weights"), "keep or host without the planner", "auto", hint)
-    streamed = stream.tokens != "off"
-    beside = {
-        "tensor parallelism (parallel_config)": parallel.tensor_parallel_size > 1,
-        "a pipeline (parallel_config)": parallel.runs_pipeline,
-        "the planner of a streamed sequence (memory.mode, stream_config)": streamed and memory.mode != "off",
-    }
-    for name in (name for name, asked in beside.items() if asked):
+    beside = list(_divisions(parallel))
+    if stream.tokens != "off" and memory.mode != "off":
+        beside.append("the planner of a streamed sequence (memory.mode, stream_config)")
+    for name in beside:
         hint = "Leave one out; swap, recompute, tiles and the planner can be written beside it."
         findings.problem(("memory", "weights"), f"keep beside {name}", memory.weights, hint)
+
+
+def check_in_backward(
+    findings: Findings, memory: MemoryConfig, parallel: ParallelConfig, stream: StreamConfig
+) -> None:
+    """Reject an optimizer in backward beside what sums gradients later, and its clipping without it."""
+    if not memory.optimizer_in_backward:
+        for key in ("in_backward_clip_value", "in_backward_clip_last_norm"):
+            if getattr(memory, key) is not None:
+                hint = "Without it the training loop clips (max_grad_norm, clip_grad_norm_)."
+                expected = "memory.optimizer_in_backward: true beside it"
+                findings.problem(("memory", key), expected, "false", hint)
+        return
+    beside = list(_divisions(parallel))
+    if stream.tokens != "off":
+        beside.append("a streamed sequence (stream_config)")
+    for name in beside:
+        hint = "Gradients are complete there only when backward is over. Leave one out."
+        findings.problem(("memory", "optimizer_in_backward"), f"false beside {name}", "true", hint)
+
+
+def _divisions(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield, in words, how a configuration divides the model."""
+    if parallel.tensor_parallel_size > 1:
+        yield "tensor parallelism (parallel_config)"
+    if parallel.runs_pipeline:
+        yield "a pipeline (parallel_config)"
 
 
 _FATE_KEYS = (

@@ -86,6 +86,7 @@ def _small_auto(value: Any) -> Any:
 
 _AtLeast0 = Annotated[AnyInt, Field(ge=0), Expected("a whole number, at least 0")]
 _Positive = Annotated[AnyFloat, Field(gt=0)]
+_AboveZero = Annotated[_Positive, Expected("a number above 0")]
 _Gib = Annotated[_Positive, _in_unit("GiB", GIB)]
 _Mib = Annotated[_Positive, _in_unit("MiB", MIB)]
 # abs: no minus before a zero
@@ -364,10 +365,19 @@ class MemoryConfig:
             page-locked host memory, and come to the device layer by layer ahead of forward and backward;
             ``keep`` (default): weights stay on the device; ``auto``: the planner moves them to the host where
             nothing fits with them on the device, or the step is predicted to be faster so.
+        optimizer_in_backward: ``true``: the optimizer steps each parameter in backward, as soon as its
+            gradient is complete (with accumulation: in the last micro-batch), and frees the gradient;
+            ``false`` (default): gradients wait for the optimizer's step.
+        in_backward_clip_value: with ``optimizer_in_backward``: gradients are clipped to this absolute value,
+            as ``torch.nn.utils.clip_grad_value_`` does. Default ``None``: they are not.
+        in_backward_clip_last_norm: with ``optimizer_in_backward``: gradients are clipped to this norm, by the
+            norm of the step before (that of this step is not known yet); the first step of a run is not
+            clipped. Default ``None``.
         plan_file: path of the file to which the plan is written when it is stable; a later run of the same
             training reads it instead of searching (``save_policy``). Default ``None``.
 
-    ``min_tensor_mib``, ``host_memory_gib``, ``bind_numa`` and ``weights`` apply without the planner as well.
+    ``min_tensor_mib``, ``host_memory_gib``, ``bind_numa``, ``weights``, ``optimizer_in_backward`` and its
+    clipping apply without the planner as well.
     """
 
     mode: Mode = "off"
@@ -383,4 +393,7 @@ class MemoryConfig:
     host_memory_gib: _Gib | None = None
     bind_numa: Flag = True
     weights: Annotated[Literal["keep", "host", "auto"], one_of("keep", "host", "auto")] = "keep"
+    optimizer_in_backward: Flag = False
+    in_backward_clip_value: _AboveZero | None = None
+    in_backward_clip_last_norm: _AboveZero | None = None
     plan_file: Text | None = None

@@ -36,6 +36,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -379,6 +380,7 @@ class EvictableTensors:
         evictions, evicted_bytes: copies to the host so far, and their bytes.
         reloads: copies back so far.
         away_bytes: bytes that backward is still to read and that are not on the device now.
+        around_copies: makes a context in which a storage is copied out or back, for who measures time.
     """
 
     def __init__(
@@ -391,6 +393,7 @@ class EvictableTensors:
         self._lock = threading.RLock()
         self._uses_of_one = _uses(one.untyped_storage())
         self.evictions = self.evicted_bytes = self.reloads = self.away_bytes = 0
+        self.around_copies: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def keep(self, tensor: torch.Tensor) -> Ticket:
         """Make the ticket of a tensor that stays on the device until memory runs out.
@@ -519,7 +522,8 @@ class EvictableStorage:
         host = self._new_host()
         if host is None:
             return 0
-        self._copy_out(host)
+        with self._idle.around_copies():
+            self._copy_out(host)
         for number, tensor in list(self._tensors.items()):
             self._views[number] = View.of(tensor)
             if tensor._version != self._versions[number]:
@@ -550,8 +554,8 @@ class EvictableStorage:
         if host is None:
             raise RuntimeError("an evicted tensor has no host copy")
         # These are ordinary ops: a guard against out-of-memory sees them and frees memory.
-        block = host.new_block(self._device)
-        with torch.no_grad():
+        with self._idle.around_copies(), torch.no_grad():
+            block = host.new_block(self._device)
             for part, target in host.pairs(block):
                 target.data.copy_(part)  # leaves the version as it is: the data is the same
         self._block, self._unread = block, set(self._views)

@@ -20,7 +20,14 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan, plan_while_training, rests_within, say_what_to_know_of, weights_on_host
+from ..apply import (
+    apply_plan,
+    optimizer_in_backward,
+    plan_while_training,
+    rests_within,
+    say_what_to_know_of,
+    weights_on_host,
+)
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
@@ -36,7 +43,7 @@ from ..plan import (
     resolve_plan,
 )
 from ..plan.wrappers import is_compiled, without_checkpointing
-from ..planner import PlannedTraining, Planner
+from ..planner import OptimizerInBackward, PlannedTraining, Planner
 from ..planner.memory_errors import naming_memory_errors
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
@@ -146,6 +153,12 @@ _SEVERAL_DEVICES = Problem(
 )
 
 
+_CLIPPED_LATER = Problem(
+    "max_grad_norm",
+    "0 beside memory.optimizer_in_backward, because no gradient is left to clip after backward",
+    "",
+    "Set it to 0; memory.in_backward_clip_value or in_backward_clip_last_norm clips in backward.",
+)
 _ADDED_LATER = Problem(
     "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
 )
@@ -201,6 +214,7 @@ class ActSwapCallback(TrainerCallback):
         self._logged: MemoryPlan | None = None
         self._record: RunRecord | None = None
         self._saving: Saving | None = None
+        self._in_backward: OptimizerInBackward | None = None
         self._bound = self._bytes_said = False
         self._resumed_from: str | None = None
         self.applied: AppliedPlan | Planner | None = None
@@ -296,6 +310,9 @@ class ActSwapCallback(TrainerCallback):
 
         @functools.wraps(log)
         def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            if self._in_backward is not None and "grad_norm" in logs:
+                norm = self._in_backward.grad_norm  # the Trainer finds no gradients, and says 0
+                logs = {**logs, "grad_norm": 0.0 if norm is None else norm.item()}
             if self.applied is not None and "loss" in logs:
                 every = self._step.as_log()
                 shown = every if self._shows_all else {name: every[name] for name in _SHOWN}
@@ -360,7 +377,7 @@ class ActSwapCallback(TrainerCallback):
             plan = applied.plan
         if plan.does_anything or (self._divides and self._shows_all):
             self._show(plan, "")
-        elif not searches and not self._divides:
+        elif not searches and not self._divides and self._in_backward is None:
             logger.warning(_DOES_NOTHING, self._why_nothing())
 
     def _show(self, plan: MemoryPlan, title: str) -> None:
@@ -386,6 +403,8 @@ class ActSwapCallback(TrainerCallback):
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
                     raise ParallelTrainingError([_ADDED_LATER])
+                if config.memory.optimizer_in_backward and args.max_grad_norm:
+                    raise PlanError([replace(_CLIPPED_LATER, found=f"{args.max_grad_norm:g}")])
                 with nullcontext() if parallel is None else parallel.whole_model():
                     structure = model_structure(model)
                 plan = self._plan_for(structure)
@@ -404,7 +423,10 @@ class ActSwapCallback(TrainerCallback):
                 counts_steps=False,
                 earlier_plan=self._resumed_from,
             )
-            return plan, own, self._put_on(training, args, state)
+            applied = self._put_on(training, args, state)
+            with self._console_on_rank_0(state):
+                self._in_backward = optimizer_in_backward(model, config.memory, training.optimizer, applied)
+            return plan, own, applied
 
     def _put_on(
         self, training: PlannedTraining, args: TrainingArguments, state: TrainerState
@@ -596,6 +618,7 @@ class ActSwapCallback(TrainerCallback):
     def remove(self) -> None:
         """Take the plan off the model. Safe to call again."""
         applied, self.applied = self.applied, None
+        self._in_backward = None
         record, self._record = self._record, None
         if record is not None:
             record.close()

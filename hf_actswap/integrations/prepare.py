@@ -142,7 +142,9 @@ def prepare(
         elif shard_over_data:
             raise ParallelTrainingError([_SHARDED_ALONE])
     if loaded.parallel_config.tensor_parallel_size == 1:
-        if loaded.memory.mode != "off" and optimizer is not None:  # the planner measures the wrapped model
+        # The planner measures the wrapped model; Accelerate's optimizer knows which micro-batch is the last.
+        planned = loaded.memory.mode != "off" or loaded.memory.optimizer_in_backward
+        if planned and optimizer is not None:
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
             applied = apply(wrapped, requested, optimizer=prepared_optimizer)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)

@@ -24,6 +24,7 @@ from .record.shapes import profile_from_shapes
 from .run import PlannedTraining
 from .search.find_plan import find_plan
 from .start import start_planner
+from .states.in_backward import OptimizerInBackward, OptimizerInBackwardError
 from .states.optimizer_states import OptimizerStates
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "Meter",
     "OomGuard",
     "OpEvent",
+    "OptimizerInBackward",
+    "OptimizerInBackwardError",
     "OptimizerStates",
     "PlannedTraining",
     "Planner",

@@ -100,6 +100,7 @@ class SearchPhase:
         run: the training.
         task: what is to be planned.
         steps: the most training steps that the search takes.
+        first: the best plan by prediction, where it is known already.
 
     Attributes:
         trials: the plans tried so far for the largest batch.
@@ -112,14 +113,14 @@ class SearchPhase:
 
     name = "search"
 
-    def __init__(self, run: Run, task: PlanningTask, steps: int) -> None:
+    def __init__(self, run: Run, task: PlanningTask, steps: int, first: Found | None = None) -> None:
         self._run, self.task, self._steps_left = run, task, steps
         self.trials: list[Trial] = []
         self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
-        self._waiting = self._planned()
+        self._waiting = self._planned(first)
         logger.info(
             "%s: search (%d steps at most, budget %s; without a plan %s)",
             run.name,
@@ -249,10 +250,10 @@ class SearchPhase:
         tried = [trial.plan.rows for trial in self.trials]
         self._waiting = [item for item in found if item.plan.rows not in tried]
 
-    def _planned(self) -> list[Found]:
+    def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
         try:
-            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1)))
+            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
         text = "%s: %d plan(s) worth a trial, found in %.2f s"
@@ -499,6 +500,10 @@ class Planner:
         """The states that ``preference: memory_saving`` keeps on the host, with statistics of their own."""
         return self._run.states
 
+    def outside_compute(self) -> AbstractContextManager[Any]:
+        """Return a context whose time belongs to no op of a step that is recorded meanwhile."""
+        return self._run.idle.around_copies()
+
     @short_traceback
     def step_ended(self) -> None:
         """End a training step; call it after the optimizer's step, on every rank.
@@ -640,10 +645,11 @@ class Planner:
         )
         if run.movable is not None and (why := weights_pay(task, run.movable.sizes_bytes)):
             return self._weights_to_host(why)
-        if (faster := self._states_in_passing(task, step)) is not None:
-            return self._begin_search(faster, largest)
+        known = self._states_in_passing(task, step)
+        if isinstance(known, RecordedStep):
+            return self._begin_search(known, largest)
         try:
-            return SearchPhase(run, task, max(run.training.memory.search_steps, 1))
+            return SearchPhase(run, task, max(run.training.memory.search_steps, 1), known)
         except BudgetError as error:
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
@@ -656,17 +662,15 @@ class Planner:
             )
             return self._begin_search(step, None)
 
-    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | None:
+    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | Found | None:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
-        Every rank must call it.
+        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan
+        beside them, where it is known.
 
         Args:
             task: what is to be planned.
             step: the recorded step, with the states on the device.
-
-        Returns:
-            The recorded step without the states; ``None``: they stay.
         """
         run = self._run
         if run.training.memory.preference != "auto":
@@ -675,9 +679,9 @@ class Planner:
         if not all(may for may, _ in ranks):
             return None
         micro_batches = max(count for _, count in ranks)
-        found = states_in_passing(task, micro_batches)
+        found, on_device = states_in_passing(task, micro_batches)
         if found is None:
-            return None
+            return on_device
         logger.info(
             "%s: the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, and %.0f ms with them on the device",

@@ -235,14 +235,16 @@ class StatesInPassing:
     kept_ms: float
 
 
-def states_in_passing(task: PlanningTask, micro_batches: int) -> StatesInPassing | None:
+def states_in_passing(task: PlanningTask, micro_batches: int) -> tuple[StatesInPassing | None, Found | None]:
     """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
-
-    ``None``: they stay on the device, or nothing fits with them there. The same on every rank.
 
     Args:
         task: what is to be planned, with the states on the device.
         micro_batches: how many micro-batches the gradients of a step are accumulated from.
+
+    Returns:
+        ``None`` where they stay on the device; and the best plan with them there, ``None`` if nothing fits.
+        The same on every rank.
     """
     profile, limits = task.profile, task.limits()
 
@@ -252,14 +254,16 @@ def states_in_passing(task: PlanningTask, micro_batches: int) -> StatesInPassing
         found = find_plan(profile, task.fixed, moved.beside_states(profile), search_least=False)
         return found, with_states_in_passing(profile, found.prediction, micro_batches, limits.device_bytes)
 
-    def choose() -> StatesInPassing | None:
+    def choose() -> tuple[StatesInPassing | None, Found | None]:
         try:
             on_device = find_plan(profile, task.fixed, limits, search_least=False)
         except BudgetError:
-            return None
+            return None, None
         kept = whole_step(profile, on_device.prediction, micro_batches)
         best = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
-        return None if best is None else StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms)
+        if best is None:
+            return None, on_device
+        return StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms), on_device
 
     return found_by_rank_0(choose)
 
@@ -300,8 +304,13 @@ def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> str:
     return found_by_rank_0(choose)
 
 
-def best_plans(task: PlanningTask, count: int) -> Sequence[Found]:
+def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
+
+    Args:
+        task: what is to be planned.
+        count: the most plans.
+        first: the best plan, where it is known already.
 
     Raises:
         BudgetError: nothing fits; it names what would.
@@ -310,7 +319,7 @@ def best_plans(task: PlanningTask, count: int) -> Sequence[Found]:
 
     def search() -> Sequence[Found]:
         try:
-            return candidates(task.profile, task.fixed, limits, count)
+            return candidates(task.profile, task.fixed, limits, count, first)
         except BudgetError:
             least = least_peak_bytes(task.profile, task.fixed, limits)
             beyond = task.budget_bytes - limits.device_bytes

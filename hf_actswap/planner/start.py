@@ -380,7 +380,7 @@ _NO_OPTIMIZER = Problem(
 def _may_move_states(training: PlannedTraining, transfer: Transfer) -> bool:
     """Return whether the planner may choose to keep the optimizer's states on the host."""
     memory, optimizer = training.memory, training.optimizer
-    asked = memory.preference == "auto" and memory.mode == "adaptive"
+    asked = memory.preference == "auto" and memory.mode == "adaptive" and not memory.optimizer_in_backward
     if not asked or optimizer is None or not transfer.overlaps or training.part:
         return False
     try:

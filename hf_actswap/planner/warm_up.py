@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -147,6 +148,7 @@ class WarmUp:
         held, self._held = self._held, None
         if recorder is not None:
             self._run.unwrap()
+            self._run.idle.around_copies = nullcontext
             recorder.stop()
         if held is not None:
             held.stop()
@@ -162,11 +164,14 @@ class WarmUp:
         run.take_off()
         run.set_guard(True)
         self._states_bytes = run.state_bytes()
+        clock = DeviceClock(run.transfer)
+        # Else evictions would count as compute, beside which fates seem to cost little.
+        run.idle.around_copies = clock.pause
         self._recorder = recorder = StepRecorder(
             run.training.model,
             run.training.structure,
             run.meter if self._memory is None else None,
-            DeviceClock(run.transfer),
+            clock,
             run.pack_handler,
             forwards_before=self._forwards_before,
             away_bytes=lambda: run.idle.away_bytes,

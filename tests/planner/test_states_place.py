@@ -10,7 +10,7 @@ import pytest
 from hf_actswap.config import MemoryConfig
 from hf_actswap.plan import MemoryPlan
 from hf_actswap.planner import Limits, Prediction, Profile, find_plan, predict
-from hf_actswap.planner.planning import PlanningTask, states_in_passing
+from hf_actswap.planner.planning import PlanningTask, best_plans, states_in_passing
 from hf_actswap.planner.search.find_plan import least_peak_bytes
 from hf_actswap.planner.search.states_place import (
     WholeStep,
@@ -82,8 +82,11 @@ def test_copies_beside_the_first_forward_and_the_last_backward_are_hidden() -> N
 
 
 def test_with_accumulation_the_states_go_to_the_host(tight: int) -> None:
-    assert states_in_passing(task_at(tight), 1) is None
-    found = states_in_passing(task_at(tight), 64)
+    stays, best = states_in_passing(task_at(tight), 1)
+    assert stays is None
+    assert best is not None
+    assert best_plans(task_at(tight), 3, best) == best_plans(task_at(tight), 3)
+    found, _ = states_in_passing(task_at(tight), 64)
     assert found is not None
     assert found.ms < found.kept_ms
     assert 0 < found.resident_bytes <= STATES
@@ -92,12 +95,12 @@ def test_with_accumulation_the_states_go_to_the_host(tight: int) -> None:
 
 
 def test_they_stay_where_nothing_is_gained_or_known(tight: int) -> None:
-    assert states_in_passing(task_at(2**40), 64) is None, "everything fits"
+    assert states_in_passing(task_at(2**40), 64)[0] is None, "everything fits"
     few = replace(task_at(tight), memory=MemoryConfig(host_memory_gib=STATES / 2**31))
-    assert states_in_passing(few, 64) is None, "the host has no room"
+    assert states_in_passing(few, 64)[0] is None, "the host has no room"
     unlinked = replace(task_at(tight), profile=replace(llama(), link=None))
-    assert states_in_passing(unlinked, 64) is None, "the time of copies is not known"
-    assert states_in_passing(task_at(WEIGHTS), 64) is None, "nothing fits with them on the device"
+    assert states_in_passing(unlinked, 64)[0] is None, "the time of copies is not known"
+    assert states_in_passing(task_at(WEIGHTS), 64)[0] is None, "nothing fits with them on the device"
 
 
 def test_no_search_where_no_plan_could_be_faster() -> None:

@@ -259,7 +259,7 @@ def planned_with_states_in_passing() -> int:
     """The planner is told that a step is faster with the optimizer's states on the host."""
     half = StatesInPassing(_unplanned()[1] // 20, 1.0, 2.0)
     with (
-        patch.object(phases, "states_in_passing", return_value=half) as asked,
+        patch.object(phases, "states_in_passing", return_value=(half, None)) as asked,
         patch.object(Run, "states_to_host", autospec=True, side_effect=Run.states_to_host) as moved,
     ):
         found = planned("adaptive", "auto")

@@ -25,8 +25,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
@@ -77,7 +77,7 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """A clock that reads the device's own time.
+    """A clock that reads the device's own time, less that of its pauses.
 
     Args:
         transfer: makes stamps on the device.
@@ -85,10 +85,25 @@ class DeviceClock:
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
+        self._pauses: list[tuple[Stamp, Stamp]] = []
+        self._paused = False
 
     def stamp(self) -> Stamp:
         """Return a stamp of the present place in compute's order of work."""
-        return self._transfer.stamp()
+        return _WorkStamp(self._transfer.stamp(), self._pauses, len(self._pauses))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out the time of what runs meanwhile; a pause within a pause changes nothing."""
+        if self._paused:
+            yield
+            return
+        self._paused, start = True, self._transfer.stamp()
+        try:
+            yield
+        finally:
+            self._pauses.append((start, self._transfer.stamp()))
+            self._paused = False
 
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
@@ -98,6 +113,20 @@ class DeviceClock:
     def synchronize(self) -> None:
         """Wait until compute has passed all stamps."""
         self._transfer.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkStamp:
+    """A stamp of a `DeviceClock`; ``passed`` of the ``pauses`` have ended before it."""
+
+    stamp: Stamp
+    pauses: Sequence[tuple[Stamp, Stamp]]
+    passed: int
+
+    def ms_since(self, earlier: _WorkStamp) -> float:
+        between = self.pauses[earlier.passed : self.passed]
+        paused_ms = sum(end.ms_since(start) for start, end in between)
+        return self.stamp.ms_since(earlier.stamp) - paused_ms
 
 
 @dataclass(slots=True)

@@ -345,6 +345,41 @@ def _share(copies_ms: float, ms: float) -> float:
     return min(copies_ms / ms, 1.0) if ms > 0 else 1.0
 
 
+def with_optimizer_in_backward(
+    profile: Profile, accumulated: bool, resident_bytes: int = 0, step_scale: float = 0.0
+) -> Profile:
+    """Return the profile of the same step with each parameter stepped in backward (`OptimizerInBackward`).
+
+    Of complete gradients none is there, but those of earlier micro-batches: these are all there while the
+    first micro-batches and forward run.
+
+    Args:
+        profile: a profile computed from shapes, so that it knows the gradients.
+        accumulated: whether a step has several micro-batches.
+        resident_bytes: bytes of states on the device in backward, where the others wait on the host.
+        step_scale: what a parameter's step allocates and frees again, as a multiple of its gradient.
+    """
+    gradients = profile.gradient_bytes
+    order = sorted((item.backward_place, at) for at, item in enumerate(profile.op_events))
+    reached = [at for place, at in order if place >= 0]
+    more = dict.fromkeys(range(len(profile.op_events)), 0)
+    for at, following in zip(reached, [*reached[1:], -1], strict=True):
+        made = max(gradients[following] - gradients[at], 0)
+        freed = 0 if accumulated else gradients[at]
+        more[at] = resident_bytes + int(step_scale * made) - freed
+    op_events = tuple(
+        replace(item, backward_base_bytes=max(item.backward_base_bytes + more[at], 0))
+        for at, item in enumerate(profile.op_events)
+    )
+    there = gradients[:-1] if accumulated else (0,) * (len(gradients) - 1)
+    return replace(
+        profile,
+        op_events=op_events,
+        gradient_bytes=(*there, 0),
+        outside_base_bytes=max(profile.outside_base_bytes - gradients[-1], 0),
+    )
+
+
 _LEAST_LINK_SHARE = 0.02
 """Least share of the link that is left to swapped tensors: a `Link` has rates above 0."""
 

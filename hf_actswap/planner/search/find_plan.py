@@ -236,17 +236,24 @@ def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Predictio
     return Search(profile, fixed, limits, SAFETY).least().prediction
 
 
-def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) -> list[Found]:
+def candidates(
+    profile: Profile, fixed: MemoryPlan, limits: Limits, count: int, first: Found | None = None
+) -> list[Found]:
     """Return up to ``count`` different plans that fit, the fastest by prediction first.
 
     They are found under different assumptions: slower links, a smaller budget, no swap at all. If the machine
     is not as the profile says, another plan than the first may be best on it.
 
+    Args:
+        profile, fixed, limits: as in `find_plan`.
+        count: the most plans.
+        first: what `find_plan` returns for these, where it is known already.
+
     Raises:
         BudgetError: nothing fits.
         PlanError: scipy is missing.
     """
-    found = [find_plan(profile, fixed, limits)]
+    found = [first or find_plan(profile, fixed, limits)]
     left_out = _variants_of_others(profile, found)
     for other, safety in _variations(limits):
         if len(found) >= count:

@@ -117,33 +117,39 @@ class StreamedStep:
         Raises:
             Exception: whatever the optimizer raises; it has then stepped earlier buckets.
         """
-        step = type(self._optimizer).step.__wrapped__  # type: ignore[attr-defined]
         buckets = list(self._buckets(max(1, resident_bytes // _PARTS)))
         ahead = deque(self.order(states))
         self._parameters = [group["params"] for group in self._optimizer.param_groups]
         try:
             for bucket in buckets:
-                keys = [parameter for parameters in bucket for parameter in parameters]
-                self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
-                self._step(step, bucket)
-                self._residence.refresh(keys, states)
-                for storage in self._residence.storages_of_all(keys):
-                    self._residence.leave(storage)
-                self._residence.release(resident_bytes)
+                self.run_bucket(bucket, ahead, states, resident_bytes)
         except BaseException:
             self.show()
             raise
         for group in self._optimizer.param_groups:
             group["params"] = []
 
-    def _step(self, step: Callable[..., Any], bucket: Bucket) -> None:
-        for group, parameters in zip(self._optimizer.param_groups, bucket, strict=True):
-            group["params"] = parameters
+    def run_bucket(
+        self, bucket: Bucket, ahead: deque[StateStorage], states: WatchedStates, resident_bytes: int
+    ) -> None:
+        """Step the parameters of a bucket; their states come before, and begin to leave afterwards.
+
+        Args:
+            bucket: the parameters, which have gradients.
+            ahead: the storages that are needed next, in order; those whose copies have started are taken off.
+            states, resident_bytes: as in `run`.
+        """
+        keys = [parameter for parameters in bucket for parameter in parameters]
+        self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
         self.running = True
         try:
-            step(self._optimizer)
+            step_part(self._optimizer, bucket)
         finally:
             self.running = False
+        self._residence.refresh(keys, states)
+        for storage in self._residence.storages_of_all(keys):
+            self._residence.leave(storage)
+        self._residence.release(resident_bytes)
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
         """Bring a bucket's states to the device, and start copies of later ones as far as there is room."""
@@ -184,6 +190,20 @@ class StreamedStep:
         """Return the bytes of a parameter's states; without any yet, twice the bytes of the parameter."""
         known = self._residence.storages_of(parameter)
         return sum(item.size_bytes for item in known) if known else 2 * parameter.nbytes
+
+
+def step_part(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+    """Let the optimizer's own code step some parameters of each group; its hooks are not called."""
+    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, bucket, strict=True):
+            group["params"] = parameters
+        step(optimizer)
+    finally:
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
 
 
 def with_closure(
@@ -471,6 +491,9 @@ class OptimizerStates:
         resident_bytes: the most bytes of states on the device, in the step and near it; ``None``: a tenth.
         min_tensor_bytes: smaller storages stay on the device.
 
+    Attributes:
+        in_backward: whether `step_bucket` steps parameters during backward, so that nothing is to come ahead.
+
     Raises:
         PlanError: the states of this optimizer cannot be moved; the error says why.
     """
@@ -503,6 +526,9 @@ class OptimizerStates:
         self._depth = 0
         self._in_closure = False
         self._pending_bytes = 0
+        self.in_backward = False
+        self._ahead: deque[StateStorage] | None = None
+        self._order: dict[torch.Tensor, None] = {}
         self._returns = StatePrefetch(
             self._residence, lambda: self._step.order(self._watch()), self._most_returning_bytes
         )
@@ -573,6 +599,19 @@ class OptimizerStates:
             step()
         self._residence.forget_all()
         self._optimizer.state = self._watch().plain()
+
+    def step_bucket(self, bucket: Bucket) -> None:
+        """Step some parameters now, between the optimizer's steps (`OptimizerInBackward`).
+
+        Their states come before it and leave after it; meanwhile the states come that followed in the last
+        backward.
+        """
+        states = self._watch()
+        if self._ahead is None:
+            self._ahead = deque(self._residence.storages_of_all(self._order))
+            self._order = {}
+        self._order.update(dict.fromkeys(key for parameters in bucket for key in parameters))
+        self._step.run_bucket(bucket, self._ahead, states, self.most_resident_bytes)
 
     def take_stock(self) -> None:
         """Update the storages from the optimizer's present states (`StateResidence.refresh`)."""
@@ -661,6 +700,7 @@ class OptimizerStates:
         if self._depth:
             return
         self._counters.forwards += 1
+        self._ahead = None
         if self._step.hidden:
             self._step.show()
         else:
@@ -683,7 +723,7 @@ class OptimizerStates:
                 self._residence.release(0)
 
     def _most_returning_bytes(self) -> int:
-        if self._depth:  # a backward in a closure: the step has all states where it needs them
+        if self._depth or self.in_backward:  # of a closure, or in which states come for each parameter
             return 0
         return self.most_resident_bytes if is_streamed(self._optimizer) else self.state_bytes
 

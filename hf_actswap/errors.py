@@ -79,7 +79,8 @@ def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Re
     """Let an `ActSwapError` leave a public function with only the user's frames in its traceback.
 
     The message says what is wrong with what the user wrote, so the frames that found it are not needed: those
-    of this package and of `_LIBRARIES` are removed. Every other error is raised unchanged.
+    of this package and of `_LIBRARIES` are removed. Only an error of the running step (out of memory) keeps
+    what it came from: that is where it happened. Every other error is raised unchanged.
     """
 
     @functools.wraps(call)
@@ -87,7 +88,8 @@ def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Re
         try:
             return call(*args, **kwargs)
         except ActSwapError as error:
-            raise error.with_traceback(_frames_of_user(error.__traceback__)) from None
+            cause = error.__cause__ if isinstance(error, RuntimeError) else None
+            raise error.with_traceback(_frames_of_user(error.__traceback__)) from cause
 
     return called
 

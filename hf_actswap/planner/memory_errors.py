@@ -23,7 +23,7 @@ from torch import nn
 from ..engine.hook_wrappers import Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.swapped_storages import NO_HOST_MEMORY
-from ..errors import ActSwapError
+from ..errors import ActSwapError, short_traceback
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import unwrapped
 from .oom_guard import DeviceMemoryError, failure_of
@@ -85,6 +85,7 @@ class _CallsByName:
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call of the model, whose errors are named."""
 
+        @short_traceback
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._observes and torch.cuda.is_initialized():
                 self._observe()

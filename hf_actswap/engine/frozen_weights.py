@@ -208,9 +208,8 @@ class LayerWeights:
             if host is None:
                 raise PlanError([_no_room(self.path, self.size_bytes, pool)])
             host.hold(torch.uint8, torch.Size([self.size_bytes]))
-            first, whole = host.pieces[0], torch.empty(0, dtype=torch.uint8)
-            # Slabs of exactly the sizes asked for: the pieces of a block follow each other in one slab.
-            whole.set_(first.untyped_storage(), int(first.storage_offset()), (self.size_bytes,), (1,))
+            whole = host.whole()
+            assert whole is not None  # this pool's slabs have exactly the sizes asked for
             for weight in self.held:
                 view = weight.view.on(whole, 0)
                 view.copy_(weight.tensor.detach())

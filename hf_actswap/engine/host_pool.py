@@ -167,6 +167,14 @@ class HostBuffer:
         if shape != self.shape or dtype is not self.dtype:
             self.dtype, self.shape, self._held = dtype, shape, ()
 
+    def whole(self) -> torch.Tensor | None:
+        """Return the memory as one tensor, uint8, shape (size_bytes,); ``None``: it is in several places."""
+        if len(self.ranges) > 1:
+            return None
+        first = self.pieces[0]
+        memory, start = first.untyped_storage(), int(first.storage_offset())
+        return torch.empty(0, dtype=torch.uint8).set_(memory, start, (self.size_bytes,), (1,))
+
     def new_block(self, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor on ``device``, of the dtype and shape that the block holds."""
         if len(self.pieces) > 1:

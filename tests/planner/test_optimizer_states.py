@@ -622,6 +622,46 @@ def test_remove() -> None:
     assert states.stats().offloads == offloads
 
 
+class FullDevice(WatchingTransfer):
+    """Has room for a few copies in, and then for none."""
+
+    room = 3
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        if self.room == 0:
+            raise torch.OutOfMemoryError("the device is full")
+        self.room -= 1
+        return super().reload(host, after)
+
+
+@pytest.mark.parametrize("moment", [lambda t: None, Training.backwards], ids=["at rest", "returning"])
+@pytest.mark.parametrize("in_one_place", [True, False])
+def test_states_for_which_the_device_has_no_room_stay_on_the_host(
+    moment: Callable[[Training], None],
+    in_one_place: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a training that only fits because its states are on the host."""
+    if not in_one_place:
+        monkeypatch.setattr(HostBuffer, "whole", lambda _: None)
+    expected, actual = Training(managed=False).steps(3), Training()
+    moment(actual.steps(3))
+    moment(expected)
+    actual.optimizer.zero_grad()
+    expected.optimizer.zero_grad()
+    actual.transfer.__class__ = FullDevice
+    with caplog.at_level(logging.WARNING):
+        actual.on().remove()
+    assert "The device has no room for the optimizer's states" in caplog.text
+    assert_same(actual, expected)
+    assert type(actual.optimizer.state) is defaultdict
+    assert actual.host.used_bytes == actual.host.held_bytes == 0  # freed: the tensors alone have the memory
+    actual.transfer.__class__, actual.host = WatchingTransfer, pool()
+    actual.attach()
+    assert_same(actual.steps(2), expected.steps(2))
+
+
 def test_what_has_no_host_memory_stays(caplog: pytest.LogCaptureFixture) -> None:
     cap_bytes = 3 * WIDTH * WIDTH * 4
     with caplog.at_level(logging.WARNING):

@@ -45,6 +45,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from torch.distributed.tensor import DTensor
 
 from ...engine.hook_wrappers import Undo, wrap_call
 from ...engine.host_pool import HostPool
-from ...engine.stats import Counters, SwapStats
+from ...engine.stats import Counters, SwapStats, gib_text
 from ...engine.tickets import View
 from ...engine.transfer import Transfer
 from ...errors import PlanError, Problem
@@ -584,16 +585,24 @@ class OptimizerStates:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)
                 self._undo.append(handle.remove)
-        self.take_stock()
-        self.send_all()
+        aside = [key for key in optimizer.state if any(True for _ in self._set_aside(key))]
+        self._loaded([partial(self._to_device, key) for key in aside])
 
     def remove(self) -> None:
-        """Bring every state to the device, and take all hooks off. Safe to call again."""
+        """Bring every state to the device, and take all hooks off. Safe to call again.
+
+        Where the device has no room for them, as after a training that only fits without, they are on the
+        CPU afterwards. They can be saved, and `attach` takes them; the optimizer alone cannot step.
+        """
         if not self._undo:
             return
         self._step.show()
-        for storage in self._residence.all():
-            self._residence.bring(storage)
+        if set_aside_bytes := self._residence.bring_all():
+            logger.warning(
+                "The device has no room for the optimizer's states (%s): they are on the CPU now. They can "
+                "be saved, and used by another training with states on the host.",
+                gib_text(set_aside_bytes),
+            )
         undo, self._undo = self._undo, []
         for step in undo:
             step()
@@ -619,6 +628,17 @@ class OptimizerStates:
         keys = [key for key, _ in states.unwatched_items()]
         gone = [key for key in self._residence.known() if key not in states]
         self._residence.refresh((*gone, *keys), states)
+
+    def _set_aside(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield states that an earlier `remove` has set aside; single elements on the CPU count steps."""
+        for tensor in plain_tensors(self._watch().unwatched(key)):
+            if tensor.device != self._device and tensor.numel() > 1:
+                yield tensor
+
+    def _to_device(self, key: torch.Tensor) -> torch.Tensor:
+        for tensor in self._set_aside(key):
+            tensor.data = tensor.to(self._device)
+        return key
 
     def send_all(self) -> None:
         """Start copies out of all states that are on the device."""

@@ -153,6 +153,15 @@ class StateStorage:
         elif self.place == "leaving":
             self.stay()
 
+    def set_aside(self) -> None:
+        """Let the tensors refer to their values on the host. Call it at ``host``, after a synchronization.
+
+        Nothing may use the block after that, so its pool must be closed.
+        """
+        whole = self.host.whole()
+        for tensor, view in self._members():
+            tensor.data = view.on(self.host_copy() if whole is None else whole, 0)
+
     def abandon(self) -> None:
         """Wait for running copies to end and forget the tensors: the storage is not needed any more."""
         self._wait()
@@ -388,6 +397,33 @@ class StateResidence:
         for storage in self.all():
             self._discard(storage)
         self._of.clear()
+
+    def bring_all(self) -> int:
+        """Bring every storage to the device; if it has no room for all, set aside all that can move.
+
+        Those are on the CPU then, in the memory of their blocks, and the pool is closed.
+
+        Returns:
+            Bytes that are set aside.
+        """
+        try:
+            for storage in self.all():
+                self.bring(storage, will_change=False)
+            return 0
+        except torch.OutOfMemoryError:
+            set_aside_bytes = 0
+            for storage in self.all():
+                self.turn_back(storage)
+                self.leave(storage)
+            self.release(0)
+            self._transfer.synchronize()
+            self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
+            for storage in self.all():
+                storage.set_aside()
+                set_aside_bytes += storage.size_bytes
+                self._discard(storage)
+            self._of.clear()
+            return set_aside_bytes
 
     def leave(self, storage: StateStorage) -> None:
         """Start the copy out of a storage; if the host has its bytes already, free it at once.

@@ -80,9 +80,9 @@ class Watch:
 
     def _mark_of_optimizer(self, optimizer: Any) -> None:
         parameters = [found for group in optimizer.param_groups for found in group["params"]]
-        states = [
-            value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()
-        ]
+        # The method of dict: a mapping of its own may bring what waits on the host when it is read.
+        kept = dict.values(optimizer.state) if isinstance(optimizer.state, dict) else optimizer.state.values()
+        states = [value for state in kept if isinstance(state, dict) for value in state.values()]
         self._native.mark(self._addresses(parameters), "weights")
         self._native.mark(self._addresses(found.grad for found in parameters), "gradients")
         self._native.mark(self._addresses(states), "optimizer states")

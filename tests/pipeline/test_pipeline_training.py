@@ -61,9 +61,10 @@ def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
     expected: Run = result(runs, "saving one" if case.startswith("resumed") else f"{case} one")
     for rank in range(2):
         found: Run = result(runs, name, rank)
-        if case == "tied":  # its gradients have another order of sums
-            assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-            assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+        if case == "tied":  # its gradients have another order of sums, so later losses have other weights
+            assert found.losses[0] == expected.losses[0]
+            assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+            assert found.norms == pytest.approx(expected.norms, rel=1e-5)
         else:
             alike(found, expected)
 

@@ -313,6 +313,7 @@ def test_a_worker_answers_until_it_cannot_be_trusted(worker: Worker) -> None:
     assert worker({"kind": "a"}, 30) != first
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
     pid = worker({"kind": "a"}, 30)["pid"]
     with pytest.raises(MeasureError) as raised:
@@ -323,6 +324,7 @@ def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
     assert worker({"kind": "a"}, 30)["pid"] != pid
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_leaves_its_last_words(worker: Worker) -> None:
     with pytest.raises(MeasureError) as raised:
         worker({"kind": "die"}, 30)

@@ -335,6 +335,7 @@ def peak(layers: int, loss: Any, tokens: int = 2048) -> float:
     return meter.peak_bytes / (2 * tokens * hidden)
 
 
+@pytest.mark.slow
 def test_peak_is_that_of_one_layers_backward() -> None:
     """(L + 35) hidden states by the formula, of which a sketch of the same measured L + 33."""
     tiled = {layers: peak(layers, {"tokens": 64}) for layers in (2, 6)}

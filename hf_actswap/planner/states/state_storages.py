@@ -159,8 +159,9 @@ class StateStorage:
         Nothing may use the block after that, so its pool must be closed.
         """
         whole = self.host.whole()
+        block = self.host_copy() if whole is None else whole
         for tensor, view in self._members():
-            tensor.data = view.on(self.host_copy() if whole is None else whole, 0)
+            tensor.data = view.on(block, 0)
 
     def abandon(self) -> None:
         """Wait for running copies to end and forget the tensors: the storage is not needed any more."""
@@ -401,7 +402,7 @@ class StateResidence:
     def bring_all(self) -> int:
         """Bring every storage to the device; if it has no room for all, set aside all that can move.
 
-        Those are on the CPU then, in the memory of their blocks, and the pool is closed.
+        Those are on the CPU then, in the memory of their blocks. Their pool is closed; `forget_all` follows.
 
         Returns:
             Bytes that are set aside.
@@ -411,7 +412,6 @@ class StateResidence:
                 self.bring(storage, will_change=False)
             return 0
         except torch.OutOfMemoryError:
-            set_aside_bytes = 0
             for storage in self.all():
                 self.turn_back(storage)
                 self.leave(storage)
@@ -420,10 +420,7 @@ class StateResidence:
             self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
             for storage in self.all():
                 storage.set_aside()
-                set_aside_bytes += storage.size_bytes
-                self._discard(storage)
-            self._of.clear()
-            return set_aside_bytes
+            return self.total_bytes
 
     def leave(self, storage: StateStorage) -> None:
         """Start the copy out of a storage; if the host has its bytes already, free it at once.

@@ -62,6 +62,7 @@ from benchmarks.runner import (
 from benchmarks.trainings import (
     FROZEN_8K,
     FROZEN_32K,
+    FROZEN_PEERS,
     OPTIMIZER_STATES,
     OUT_OF_MEMORY,
     Sizes,
@@ -191,6 +192,7 @@ STAGES = {
     ),
     8: Stage("32B with LoRA, frozen weights on the host, 8k", 460, trainings=(FROZEN_8K,)),
     9: Stage("32B with LoRA, frozen weights on the host, 32k", 510, trainings=(FROZEN_32K,)),
+    10: Stage("6B with LoRA, frozen weights on the host, beside peers", 300, trainings=(FROZEN_PEERS,)),
 }
 
 LONG_ROWS = ("hf-checkpointing", "actswap-tiled-loss-recompute", "actswap-tiled-step", "actswap-streamed")
@@ -220,6 +222,7 @@ SIZES = {
     OPTIMIZER_STATES: Sizes("8 layers, 8k", 10, 8, 4096, 8192, 32000, expected_s=25.0),
     FROZEN_8K: Sizes("60 layers, 8k", 20, 60, 6656, 8192, 32000, expected_s=110.0),
     FROZEN_32K: Sizes("60 layers, 32k", 20, 60, 6656, 32768, 32000, expected_s=400.0),
+    FROZEN_PEERS: Sizes("32 layers, 16k", 8, 32, 4096, 16384, 32000, expected_s=60.0),
 }
 STAND_INS: dict[str, Workload] = {
     name: replace(
@@ -239,6 +242,7 @@ TINY_SIZES = {
     OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
     FROZEN_8K: Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0),
     FROZEN_32K: Sizes("tiny", 2, 3, 64, 64, 256, expected_s=2.0),
+    FROZEN_PEERS: Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0),
 }
 _TINY_LONGEST_TOKENS = 128
 _FIRST_LONGEST_TOKENS = 2**15

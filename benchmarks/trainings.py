@@ -12,7 +12,9 @@ step can be shorter than the copies of its states, both directions at once.
 
 *Frozen weights*: LoRA adapters of rank 16 on all linear layers of a frozen base, all layers recomputed, the
 loss in tiles. *plain* has the base on the device, *on the host* copies it in layer by layer: losses must be
-equal bit for bit, and steps take as long where copies are hidden.
+equal bit for bit, and steps take as long where copies are hidden. Beside them the peers that keep a
+frozen base on the host: PyTorch's FSDP2 and DeepSpeed's ZeRO-3, each in a world of one, with transformers'
+checkpointing.
 
 All use deterministic kernels, so that the bits of different cases can be compared.
 """
@@ -21,15 +23,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib.util
+import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.exactness import deterministic, fingerprint
@@ -44,6 +51,7 @@ from hf_actswap.planner.states.optimizer_states import OptimizerStates
 
 OUT_OF_MEMORY, OPTIMIZER_STATES = "out of memory", "optimizer states"
 FROZEN_8K, FROZEN_32K = "frozen weights, 8k", "frozen weights, 32k"
+FROZEN_PEERS = "frozen weights, peers"
 
 
 @dataclass(frozen=True)
@@ -99,13 +107,14 @@ class Case:
     """One training.
 
     Args:
-        kind: `OUT_OF_MEMORY`, `OPTIMIZER_STATES`, `FROZEN_8K` or `FROZEN_32K`.
+        kind: `OUT_OF_MEMORY`, `OPTIMIZER_STATES`, or one of the frozen weights.
         method: name of the case.
         planned: whether it trains with the planner.
         share: its memory limit, as a fraction of the memory that plain needs; ``None``: no limit.
         resident: fraction of the states on the device at once; ``None``: `OptimizerStates` is not used.
         effort: its estimated time, as a multiple of ``Sizes.expected_s``.
-        weights: ``memory.weights`` of a frozen base with adapters; ``None``: all weights are trained.
+        weights: where a frozen base with adapters waits, as ``memory.weights``, or by which of `PEERS`;
+            ``None``: all weights are trained.
     """
 
     kind: str
@@ -129,10 +138,13 @@ STATES_CASES = (
     Case(OPTIMIZER_STATES, "ours, a tenth resident", resident=0.1),
     Case(OPTIMIZER_STATES, "plain, again"),
 )
-FROZEN_CASES = tuple(
-    Case(kind, method, weights=weights)
-    for kind in (FROZEN_8K, FROZEN_32K)
-    for method, weights in (("on the host", "host"), (PLAIN, "keep"))
+FROZEN_CASES = (
+    *(
+        Case(kind, method, weights=weights)
+        for kind in (FROZEN_8K, FROZEN_32K, FROZEN_PEERS)
+        for method, weights in (("on the host", "host"), (PLAIN, "keep"))
+    ),
+    *(Case(FROZEN_PEERS, f"{peer} with CPU offload", weights=peer) for peer in ("FSDP2", "ZeRO-3")),
 )
 CASES = (*OUT_OF_MEMORY_CASES, *STATES_CASES, *FROZEN_CASES)
 STATES_WARMUP_STEPS = 3
@@ -228,6 +240,8 @@ class TrainingJob:
         return self.sizes.expected_s * self.case.effort
 
     def request(self, records: Records) -> dict[str, Any] | str:
+        if self.case.weights == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
+            return "DeepSpeed is not installed"
         needed_bytes = None
         if self.case.share is not None:
             needed_bytes = self._needed_bytes(records)
@@ -334,9 +348,12 @@ def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, count
     applied: Any = None
     if case.weights is not None:
         model = _with_adapters(model)
-        applied = apply(model, {**RECOMPUTED_IN_TILES, "memory": {"weights": case.weights}})
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    if (peer := PEERS.get(case.weights or "")) is not None:
+        model, optimizer = peer(model, optimizer, device)
+    elif case.weights is not None:
+        applied = apply(model, {**RECOMPUTED_IN_TILES, "memory": {"weights": case.weights}})
     planner: Any = None
     if case.planned:
         planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=counted)
@@ -349,6 +366,68 @@ def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, count
             planner.remove()
         if applied is not None:
             applied.remove()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _ZeroStep:
+    """The optimizer of a DeepSpeed engine, which also makes its backward passes."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        """Do nothing: the engine's step did."""
+
+
+def _world_of_one(model: Any, device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    apply(model, {"tile_config": RECOMPUTED_IN_TILES["tile_config"]})
+
+
+def _fsdp2(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Any, Any]:
+    """Keep the layers' frozen weights on the host by FSDP2; all else stays on the device."""
+    _world_of_one(model, device)
+    mesh = init_device_mesh(device.type, (1,))
+    trained = {weight for weight in model.parameters() if weight.requires_grad}
+    policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy, ignored_params=trained)
+    return fully_shard(model, mesh=mesh, ignored_params=trained), optimizer
+
+
+def _zero3(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Any, Any]:
+    """Keep the weights on the host by DeepSpeed's ZeRO-3, with the sizes that its documents recommend."""
+    import deepspeed  # a peer that few machines have
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    _world_of_one(model, device)
+    offload = {"device": "cpu", "pin_memory": device.type != "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": device.type != "cpu"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": offload},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine, _ZeroStep(engine)
+
+
+PEERS: Mapping[str, Callable[[Any, torch.optim.Optimizer, torch.device], tuple[Any, Any]]] = {
+    "FSDP2": _fsdp2,
+    "ZeRO-3": _zero3,
+}
+"""By name, what prepares a model with adapters; returns what is called, and what makes its steps."""
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
@@ -364,7 +443,7 @@ def _step(
     done: Training,
     batches: torch.Tensor,
     model: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | _ZeroStep,
     planner: Planner | None,
     counted: _Counted | None,
 ) -> None:
@@ -374,7 +453,7 @@ def _step(
     start = time.perf_counter()
     for ids in batches:
         loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        optimizer.backward(loss) if isinstance(optimizer, _ZeroStep) else loss.backward()
     done.losses.append(loss.item())
     peak_bytes = _peak_bytes(device, counted)
     optimizer.step()

@@ -87,6 +87,9 @@ def test_frozen_weights_on_the_host_train_to_the_same_losses() -> None:
     assert (host.error, plain.error) == ("", "")
     assert host.losses == plain.losses
     assert len(set(host.losses)) == 3, "adapters learn"
+    case = next(case for case in FROZEN_CASES if case.weights == "FSDP2")
+    peer = train(case, sizes, None, CPU)
+    assert (peer.error, peer.losses) == ("", host.losses)
 
 
 def test_a_limit_is_a_share_of_what_plain_needed() -> None:

@@ -161,6 +161,20 @@ def test_states_of_the_optimizer_are_away_on_all(two_more: Path) -> None:
 
 
 @pytest.mark.slow
+def test_frozen_weights_are_on_the_host_of_all(two_more: Path) -> None:
+    found = of_ranks(two_more, "frozen")
+    for name, share in (("planned", 0.75), ("chosen", 0.67)):
+        assert_one_plan(found, name)
+        for runs in found:
+            assert json.loads(runs[name].plans[-1])["weights"] == "host"
+            assert max(stable_peaks(runs[name])) <= share * runs["plain"].peak_bytes
+    assert [runs["chosen"].phases.count("warm-up") for runs in found] == [
+        4,
+        4,
+    ]  # again, with the weights moved
+
+
+@pytest.mark.slow
 def test_sharded_weights(two_more: Path) -> None:
     found = of_ranks(two_more, "fsdp2")
     assert_one_plan(found)

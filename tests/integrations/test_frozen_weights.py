@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hf_actswap import ActSwapCallback, ActSwapTrainingArguments, ConfigError, P
 from hf_actswap.engine.frozen_weights import weights_of
 from hf_actswap.planner import Planner
 from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
+from tests.processes import fork_server
 
 HOST: dict[str, Any] = {"memory": {"weights": "host"}}
 
@@ -67,15 +70,36 @@ def test_the_trainer_leaves_the_weights_where_they_are(tmp_path: Path) -> None:
     )
 
 
-def test_adapters_are_saved_and_training_goes_on(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole = trainer_of(tmp_path / "whole", HOST, **settings)
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+class KilledInBackward(TrainerCallback):
+    """Ends the process in the backward of the fourth step, with weights on their way."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            weight = next(iter(trained(kwargs["model"]).values()))
+            weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def be_killed(folder: str) -> None:
+    trainer = trainer_of(Path(folder), HOST, **SAVED)
+    trainer.add_callback(KilledInBackward())
+    trainer.train()
+
+
+def test_adapters_are_saved_and_a_killed_training_goes_on(tmp_path: Path) -> None:
+    whole = trainer_of(tmp_path / "whole", HOST, **SAVED)
     whole.train()
-    resumed = trainer_of(tmp_path / "resumed", HOST, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    killed = fork_server().Process(target=be_killed, args=(str(tmp_path / "killed"),))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    resumed = trainer_of(tmp_path / "killed", HOST, **SAVED)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-2"))
     for name, one in trained(resumed.model).items():
         assert torch.equal(one, trained(whole.model)[name]), name
-    assert (tmp_path / "whole" / "checkpoint-4" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "killed" / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
 def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiles_worker import CASES, TILES, WORLD_SIZE, train_on_rank, train_under_zero
+from tests.engine.tiles_worker import CASES, SLOW, TILES, WORLD_SIZE, train_on_rank, train_under_zero
 from tests.processes import launch, launched
 
-results = launched(train_on_rank, WORLD_SIZE, 250)
+results = launched(train_on_rank, WORLD_SIZE, 250, told_of_slow=True)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("what", "kind", "smooth"), CASES)
+@pytest.mark.parametrize(
+    ("what", "kind", "smooth"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+)
 def test_no_weight_is_ready_twice_none_resharded_between_tiles_and_no_rank_waits(
     what: str, kind: str, smooth: bool, results: Path
 ) -> None:

@@ -40,6 +40,9 @@ CASES = [
     for kind in kinds
     for smooth in ((False, True) if what == "loss" else (False,))
 ]
+SLOW = [
+    case for case in CASES if case[1] in ("unused", "static", "fsdp2 mlp") or case == ("loss", "ddp", True)
+]
 
 
 def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
@@ -91,12 +94,12 @@ def said_of_fsdp1(tiles: dict[str, Any]) -> str:
     return "nothing"
 
 
-def train_on_rank(rank: int, folder: str) -> None:
+def train_on_rank(slow_too: bool, rank: int, folder: str) -> None:
     """Write ``<what>.<kind>.<smooth>.<tiled>.<rank>.pt`` and ``fsdp1.<rank>.pt``."""
     torch.set_num_threads(1)
     join_group(rank, folder, WORLD_SIZE, limit_s=60)
     try:
-        for what, kind, smooth in CASES:
+        for what, kind, smooth in [case for case in CASES if slow_too or case not in SLOW]:
             for tiled in (False, True):
                 found = steps(kind, smooth, TILES[what] if tiled else {})
                 torch.save(found, Path(folder, f"{what}.{kind}.{smooth}.{tiled}.{rank}.pt"))

@@ -13,19 +13,21 @@ from tests.parallel.tiled_loss_worker import (
     PEAK_LAYERS,
     PEAK_TOKENS,
     PEAK_VOCABULARY,
+    SLOW,
     TILE,
     WORLD_SIZE,
     run_on_rank,
 )
 from tests.processes import launched, of_ranks
+from tests.quick_cases import slow_among
 
 pytestmark = pytest.mark.dist
 
 
-results = launched(run_on_rank, WORLD_SIZE, 280)
+results = launched(run_on_rank, WORLD_SIZE, 280, told_of_slow=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_among(CASES, SLOW))
 def test_losses_bitwise_and_gradients_to_rounding(name: str, results: Path) -> None:
     for found in of_ranks(results, name):
         losses, tiled_losses = found["losses"]
@@ -36,7 +38,7 @@ def test_losses_bitwise_and_gradients_to_rounding(name: str, results: Path) -> N
         assert found["restored"]
 
 
-@pytest.mark.parametrize("name", ["reads", "reads_replicated"])
+@pytest.mark.parametrize("name", slow_among(["reads", "reads_replicated"], SLOW))
 def test_what_is_read(name: str, results: Path) -> None:
     """Logits in training, in evaluation and of the head alone, the loss of an evaluation, and text."""
     for found in of_ranks(results, name):
@@ -77,7 +79,7 @@ def test_half_precision_is_as_close_to_the_truth_as_without(results: Path) -> No
     assert (tiled < 1.02 * whole).all(), (tiled / whole).tolist()
 
 
-@pytest.mark.parametrize("name", ["collectives", "collectives_replicated"])
+@pytest.mark.parametrize("name", slow_among(["collectives", "collectives_replicated"], SLOW))
 def test_collectives(name: str, results: Path) -> None:
     """Two reductions of a number or two per token, for each tile; the input is not gathered again."""
     more = -(-2 * 24 // TILE) - 1
@@ -95,7 +97,7 @@ def test_auto_leaves_small_batches_whole(results: Path) -> None:
     assert of_ranks(results, "auto") == [[False, True]] * WORLD_SIZE
 
 
-@pytest.mark.parametrize("name", ["peaks", "peaks_replicated"])
+@pytest.mark.parametrize("name", slow_among(["peaks", "peaks_replicated"], SLOW))
 def test_peaks(name: str, results: Path) -> None:
     """In hidden states: (L + 4 V / (tp H) + 5) without tiles; with them one layer's backward, whatever V.
 

@@ -224,6 +224,7 @@ def test_a_budget_that_one_stage_cannot_keep_is_said_on_all_ranks(runs: Path) ->
     assert "rank 1: expected no error on any rank" in result(runs, "planned too small", 0)
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
     alike(result(runs, "dropout resumed"), result(runs, "dropout 1f1b"))
     assert result(runs, "dropout 1f1b").losses != result(runs, "saving 1f1b").losses

@@ -331,11 +331,14 @@ TWO: dict[str, Any] = {
 }
 """Two stages."""
 
-SLOW_CASES = ("one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
+SLOW_CASES = ("metrics", "one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
 SLOW = {
     *SLOW_CASES,
     *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", *SCHEDULES)),
     *(
+        "dropout 1f1b",
+        "dropout resumed",
+        "opened llama",
         "opened tied",
         "opened lora",
         "opened whole lora",

@@ -113,7 +113,9 @@ class FreeRanges:
         for found in sorted(self._ranges, key=lambda free: (-free.size_bytes, free)):
             if found.size_bytes < min(least_bytes, rest):
                 break
-            chosen.append((found, min(rest, found.size_bytes)))
+            # A slab of exact size may end within an element: only the last piece may reach such an end.
+            whole_bytes = found.size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            chosen.append((found, rest if found.size_bytes >= rest else whole_bytes))
             rest -= chosen[-1][1]
             if rest == 0:
                 return [self._cut(found, held) for found, held in chosen]

@@ -173,7 +173,6 @@ class SwapGroup:
 
     __slots__ = (
         "__weakref__",
-        "_copy_in",
         "_copy_out",
         "_counters",
         "_fetched",
@@ -216,8 +215,7 @@ class SwapGroup:
         self._stale_version: int | None = None
         self._source: torch.Tensor | None = source
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
-        self._fetched: torch.Tensor | None = None
-        self._copy_in: Copy | None = None
+        self._fetched: tuple[torch.Tensor, Copy] | None = None
         if self.whole is None:
             source = _flat(source, *self.range_bytes)
         host.hold(source.dtype, source.shape)
@@ -246,18 +244,19 @@ class SwapGroup:
             self._stale_version = self._source._version
         self._source = None
 
-    def fetch(self, late: bool = False) -> None:
+    def fetch(self) -> None:
         """Start the copy back, unless the device still has the data."""
-        if self._fetched is not None or self._source is not None or self._stale_version is not None:
-            return
-        self._fetched, self._copy_in = self._transfer.reload(self._host, self._copy_out)
-        self._fetched_version = self._fetched._version
+        if self._fetched is None and self._source is None and self._stale_version is None:
+            self._reload()
+
+    def _reload(self) -> tuple[torch.Tensor, Copy]:
+        self._fetched = fetched = self._transfer.reload(self._host, self._copy_out)
+        self._fetched_version = fetched[0]._version
         self.fetches += 1
         self._unread = self._tickets
-        counters = self._counters
-        counters.prefetches += 1
-        counters.late_prefetches += late
-        counters.prefetched_bytes += self._host.size_bytes
+        self._counters.prefetches += 1
+        self._counters.prefetched_bytes += self._host.size_bytes
+        return fetched
 
     @property
     def group(self) -> SwapGroup:
@@ -277,9 +276,14 @@ class SwapGroup:
             raise StaleTensorError(self._view.shape, self.version, self._stale_version)
         if source is not None:
             return source if view is self.whole else view.on(source, 0)
-        if self._fetched is None:
-            self.fetch(late=True)
-        block = self._settled()
+        fetched = self._fetched
+        if fetched is None:
+            fetched = self._reload()
+            self._counters.late_prefetches += 1
+        block, copy = fetched
+        waited = copy.wait()  # each reader: it may run on a stream of its own
+        if waited is not None:
+            self._counters.stalled(waited)
         if block._version != self._fetched_version:
             raise StaleTensorError(view.shape, self._fetched_version, block._version)
         if view is self.whole and block.dtype is view.dtype and block.stride() == view.stride:
@@ -304,31 +308,20 @@ class SwapGroup:
         if self._fetched is not None and ticket.has_read != self.fetches:
             self._unread -= 1
             if not self._unread:
-                self._settled()
+                self._counters.stalled(self._fetched[1].wait())  # else it may still be written
                 self._fetched = None
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
         _free_weak_ref(self._storage)
         if hasattr(self, "_copy_out"):
-            if self._copy_in is not None:
-                self._copy_in.wait()
+            if self._fetched is not None:
+                self._fetched[1].wait()
             if self._source is not None:
                 self._copy_out.wait()
             self._transfer.host_reader_done(self._host)
             self._pool.give_back(self._host)
             self._counters.live_swaps -= 1
-
-    def _settled(self) -> torch.Tensor:
-        """Make compute wait for the copy back, before the block is read or dropped; return the block."""
-        if self._fetched is None:
-            raise RuntimeError("a swapped tensor has neither a device copy nor a copy on its way")
-        copy, self._copy_in = self._copy_in, None
-        if copy is not None:
-            waited = copy.wait()
-            if waited is not None:
-                self._counters.stalled(waited)
-        return self._fetched
 
 
 class SwapTicket:

@@ -38,8 +38,9 @@ Streams and lifetimes, for one device:
   That need not be the stream that is current when a copy is waited for: a graph in a reference cycle is freed
   by the garbage collector, which runs at any allocation, also while a copy stream is current; and parts of a
   model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
-  one), and the current one too. A block that is read on another stream than it was prefetched on is recorded
-  on its reader (``record_stream``): nothing else orders its reuse behind the read.
+  one), and the current one too. A block may have several readers, each on a stream of its own, so each calls
+  ``wait``. A stream that it was not prefetched on is recorded on it (``record_stream``): nothing else orders
+  its reuse behind the read.
 * **Pieces.** A block is copied piece by piece (256 MiB, 5 ms of PCIe): the copy engine serves other streams
   in between, so a batch on its way to the device does not wait behind a gigabyte. Shorter ones gain little,
   and each costs the host a copy.
@@ -63,7 +64,9 @@ profiler or a listener it is not used.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -84,7 +87,10 @@ class Copy(Protocol):
     """A copy that has been asked for."""
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
+        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none.
+
+        Each reader of a block calls it, on its own stream: mostly that one has waited already.
+        """
 
 
 class Stamp(Protocol):
@@ -319,27 +325,39 @@ class _StreamCopy:
     Args:
         owner: the transfer that has the streams and events.
         done: event at the end of the copy.
-        block: for a copy in: the tensor that it fills, and the stream that this was allocated on.
+        block: for a copy in: the tensor that it fills.
+        home: the stream that ``block`` was allocated on.
     """
 
-    __slots__ = ("_block", "_owner", "done")
+    __slots__ = ("_block", "_home", "_owner", "_waited", "done")
 
     def __init__(
-        self, owner: StreamTransfer, done: _Event, block: tuple[torch.Tensor, torch.Stream] | None = None
+        self,
+        owner: StreamTransfer,
+        done: _Event,
+        block: torch.Tensor | weakref.ref[torch.Tensor] | None = None,
+        home: torch.Stream | None = None,
     ) -> None:
-        self._owner, self._block = owner, block
+        self._owner, self._block, self._home = owner, block, home
+        self._waited: Sequence[torch.Stream] = ()
         self.done = done
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         compute = torch.accelerator.current_stream(self._owner.index)
+        block = self._block
+        if isinstance(block, weakref.ref):
+            block = block()
+        elif block is not None:
+            self._block = weakref.ref(block)  # whoever reads it again holds it; a listener holds this copy
+        if block is not None and self._home != compute:
+            block.record_stream(compute)
+        if compute in self._waited:
+            return None
         done, timing = self.done.event, self._owner.timing
         for stream in self._owner.compute_streams:
             if stream != compute:
                 stream.wait_event(done)
-        block, self._block = self._block, None
-        if block is not None and block[1] != compute:
-            block[0].record_stream(compute)
+        self._waited = [*self._owner.compute_streams, compute, *self._waited]
         if done.query():
             compute.wait_event(done)  # already complete; keeps the allocator's order without a stall
             return None
@@ -397,7 +415,7 @@ class StreamTransfer:
             for part, target in host.pairs(block):
                 target.copy_(part, non_blocking=True)
             host.last_use = done = self._events.recorded_on(self._in)
-        return block, _StreamCopy(self, done, (block, compute))
+        return block, _StreamCopy(self, done, block, compute)
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """Do nothing: the block's ``last_use`` orders the next writer."""

@@ -56,16 +56,11 @@ class PlanRuntime:
 
     Args:
         root: the model inside its wrappers.
-        plan: the plan that is applied.
-        fates: the plan's action for each op.
-        counters: where the engine counts what it does under the plan.
-        resources: objects that the plan is given.
         adjusted: called with the adjustments that measurement has led to.
 
     Attributes:
-        counters: as given.
-        host: the host memory.
         context: what all forwards share; ``None`` before the first forward.
+        listener: receives the copies of forwards that start from now on, and of their backward.
     """
 
     def __init__(
@@ -78,23 +73,17 @@ class PlanRuntime:
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
-        self._resources, self._pack_handler = resources, resources.pack_handler
+        self._resources, self._pack_handler, self.passes = resources, resources.pack_handler, resources.passes
         self._adjusted = adjusted
         self.host = HostMemory(plan) if resources.host is None else resources.host
         self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
-        """Receives the copies of forwards that start from now on, and of their backward; may be ``None``."""
 
     @property
     def evictable(self) -> bool:
         """Whether tensors that stay can be evicted at present."""
         return self._pack_handler is not None
-
-    @property
-    def passes(self) -> PassOrder | None:
-        """Order of the passes of a pipeline stage; ``None``: there is no pipeline."""
-        return self._resources.passes
 
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
@@ -124,8 +113,7 @@ class PlanRuntime:
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
             given = transfer, pool, self.counters, self._pending_bytes, self._adjusted
-            passes = self._resources.passes
-            auto = AutoWindows(*given) if passes is None else StageWindows(*given, passes)
+            auto = AutoWindows(*given) if self.passes is None else StageWindows(*given, self.passes)
         self.context = ForwardContext(
             self._fates,
             pool,
@@ -135,7 +123,7 @@ class PlanRuntime:
             self._plan.min_tensor_bytes,
             auto,
             self._pack_handler,
-            self._resources.passes,
+            self.passes,
         )
         return self.context, True
 
@@ -156,7 +144,6 @@ class PlanRuntime:
         return self._resources.transfer or transfer_of(self.device())
 
     def pool(self, transfer: Transfer) -> HostPool:
-        """Return the host memory for copies by ``transfer`` from the present device."""
         return self.host.pool(self.device(), transfer.overlaps, self._resources.progress)
 
     def stats(self) -> SwapStats:
@@ -169,13 +156,9 @@ class PlanRuntime:
             self.host.close()
 
     def unbind(self) -> None:
-        """Let the thread run where it could before."""
         self.host.unbind()
 
     def _pending_bytes(self) -> int:
         """Return the bytes of gradients that the first backward will allocate."""
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in self._root.parameters()
-            if parameter.requires_grad and parameter.grad is None
-        )
+        trained = (parameter for parameter in self._root.parameters() if parameter.requires_grad)
+        return sum(parameter.nbytes for parameter in trained if parameter.grad is None)

@@ -1,8 +1,8 @@
 """Tickets: the objects that autograd holds instead of saved tensors.
 
-Autograd holds a ticket as long as its graph exists and reads the tensor from it once per backward. So a
-ticket's lifetime needs no counters: a branch that never runs backward, an exception in the middle of a step,
-a second forward before the first backward, and ``retain_graph`` work as they do without tickets.
+Autograd holds a ticket as long as its graph exists and reads the tensor from it once per backward. So
+lifetimes need no counters: a branch that never runs backward, an exception in the middle of a step, a second
+forward before the first backward, and ``retain_graph`` work as they do without tickets.
 
 A swapped storage has one `SwapGroup`. It is itself the ticket of the tensor that was saved first, for most
 storages are saved once; if the storage is saved again, that gets a `SwapTicket` on the group::
@@ -18,8 +18,6 @@ Backward runs in reverse, so the ticket that was made first is read last and fre
 
 Any pack hook turns autograd's version check off, so every ticket compares versions itself: kept tensors
 when they are read, swapped ones when they are released (until then the copy may be reading them).
-
-Views: what it takes to make a tensor again from the bytes of its storage.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class View(NamedTuple):
         return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
 
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
-        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
+        """Return this view of ``block``, which begins at byte ``start_bytes`` of the original storage.
 
         It shares the version counter of ``block``, so that a write through one view is seen by the readers
         of the others, as autograd has it. (An offset that the dtype does not divide cannot share it.)
@@ -80,11 +78,9 @@ class Place(NamedTuple):
     """Where a tensor is on its storage, and what moves with it if it is the first one saved of the storage.
 
     Args:
-        view: the tensor's view.
-        storage_bytes: size of the storage.
         range_bytes: first byte of the part of the storage that moves, and the byte after its last.
-        whole: the view, if the tensor is contiguous and all of its storage: then no views need be made of it,
-            nor of the tensor that comes back; else ``None``.
+        whole: the view, if the tensor is contiguous and all of its storage, else ``None``: then it need not
+            be viewed, nor the tensor that comes back.
     """
 
     view: View
@@ -104,8 +100,7 @@ class StaleTensorError(RuntimeError):
     """A tensor needed for backward was changed in place after it was saved; worded as autograd's error.
 
     Args:
-        shape: shape of the tensor.
-        saved, now: its version when it was saved, and its present one.
+        saved, now: version of the tensor when it was saved, and its present one.
         what: the tensor's name, or where it is read again; empty: not known.
     """
 
@@ -132,7 +127,6 @@ Ticket = Kept | RestorableTicket
 
 
 def keep(tensor: torch.Tensor) -> Kept:
-    """Make the ticket of a tensor that stays."""
     return tensor, tensor._version
 
 
@@ -164,10 +158,8 @@ class SwapGroup:
     It is also the ticket of ``source``.
 
     Args:
-        source: a detached tensor on the storage; dropped at release.
-        place: place of ``source`` on the storage.
-        storage: storage of ``source``.
-        host: host block that it is copied to; given back to ``pool`` at the end.
+        source: a detached tensor on ``storage``; dropped at release.
+        host: is given back to ``pool`` at the end.
         prefetch_ops: prefetch window, in operators.
     """
 
@@ -260,11 +252,9 @@ class SwapGroup:
 
     @property
     def group(self) -> SwapGroup:
-        """This group, as a `SwapTicket` has it."""
-        return self
+        return self  # as a `SwapTicket` has it
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor that was saved first. Raises `StaleTensorError`."""
         return self.read(self, self._view)
 
     def read(self, ticket: SwapTicket | SwapGroup, view: View) -> torch.Tensor:
@@ -303,7 +293,6 @@ class SwapGroup:
         return self.fetches
 
     def leave(self, ticket: SwapTicket) -> None:
-        """Note that a ticket was freed."""
         self._tickets -= 1
         if self._fetched is not None and ticket.has_read != self.fetches:
             self._unread -= 1
@@ -327,10 +316,6 @@ class SwapGroup:
 class SwapTicket:
     """One more saved tensor on a swapped storage.
 
-    Args:
-        group: the swapped storage.
-        view: the saved tensor's view of the storage.
-
     Attributes:
         has_read: number of the fetch that it read last.
     """
@@ -343,7 +328,6 @@ class SwapTicket:
         self.has_read = group.join()
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, from the device copy that was prefetched. Raises `StaleTensorError`."""
         return self.group.read(self, self._view)
 
     def __del__(self) -> None:

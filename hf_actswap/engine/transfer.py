@@ -1,20 +1,16 @@
 """Copies between device and host memory.
 
-The engine uses one interface, which two classes implement:
+`Transfer` is the interface. `StreamTransfer` is for any device of ``torch.accelerator``; `BlockingTransfer`
+for the CPU, where device and host are the same memory, each copy is complete when its call returns, and its
+duration is a stall.
 
-* `StreamTransfer`: any device of ``torch.accelerator``, two copy streams, events.
-* `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
-  call returns, and its duration is a stall: compute did wait.
-
-The contract of both: Between ``offload`` and ``wait`` on its copy the caller keeps the source alive and
+The contract of both: between ``offload`` and ``wait`` on its copy the caller keeps the source alive and
 unchanged; after ``wait`` it may drop the source (a stream orders the reuse of its memory behind the wait).
 Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block may be given
 back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is ordered after
 copies that still read it.
 
-Copies on two streams of their own, beside compute.
-
-Streams and lifetimes, for one device:
+**Streams and lifetimes**, for one device:
 
 * **Out.** The copy stream waits for an event recorded on the compute stream at ``offload``: everything
   that wrote the tensor was enqueued before. That is when autograd first saves the tensor, the earliest time
@@ -24,9 +20,9 @@ Streams and lifetimes, for one device:
   No ``record_stream`` (it defers reuse to a polled event and makes the peak depend on time), no
   ``resize_(0)`` (it breaks others that hold the storage).
 * **In.** The new block is allocated on the compute stream, whose pool holds what backward just freed. Its
-  previous owner's kernels may still be running there, so the copy-in stream waits for an event recorded on
-  the compute stream at allocation; and for the event of the copy out, so that it never reads an
-  unfinished host block.
+  previous owner's kernels may still run there, so the copy-in stream waits for an event recorded on the
+  compute stream at allocation; and for the event of the copy out, so that it never reads an unfinished host
+  block.
 * **Host blocks.** The out stream writes them, the in stream reads them. A block given back while the in
   stream still reads it carries the event of that read (``last_use``); the next offload into it waits, and
   the pool synchronizes with it before it cuts the block up for others. A block whose graph died before any
@@ -35,7 +31,7 @@ Streams and lifetimes, for one device:
 * **A reload for which nothing waited** (its graph was freed): its block would go back to the compute pool
   while the in stream still writes it, so the code that drops it calls ``wait`` first.
 * **Which streams wait.** Memory goes back to the pool of the stream that was current when it was allocated.
-  That need not be the stream that is current when a copy is waited for: a graph in a reference cycle is freed
+  That need not be the one that is current when a copy is waited for: a graph in a reference cycle is freed
   by the garbage collector, which runs at any allocation, also while a copy stream is current; and parts of a
   model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
   one), and the current one too. A block may have several readers, each on a stream of its own, so each calls
@@ -46,19 +42,16 @@ Streams and lifetimes, for one device:
   and each costs the host a copy.
 
 The compute stream is read at each call: FSDP2 and custom functions run on others, and backward runs on a
-thread of its own. A ``torch.Stream`` keeps the streams to go back to on itself when it is entered, so two
+thread of its own. A ``torch.Stream`` that is entered keeps the streams to go back to on itself, so two
 threads must not enter one at once: a lock is around it. Under that lock one event is recorded on compute and
-waited for, for all copies in turn. Events carry no timing, except stamps and the pair
-around a wait for a copy that was not complete. The host usually runs ahead of the device, so such a wait is
-no stall yet: the time between the two events is the stall. All but stamps are pooled: creating an event
-costs more than recording it. An event goes back to the pool when the last object that could ask for it is
-gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA: ``cudaStreamWaitEvent``
-captures the event's contents at the call), so recording it again is safe.
+waited for, for all copies in turn. The host usually runs ahead of the device, so waiting for a copy that is
+not complete is no stall yet: the time between two events around the wait is. All events but stamps are
+pooled: creating one costs more than recording it. An event goes back to the pool when the last object that
+could ask for it is gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA:
+``cudaStreamWaitEvent`` captures the event's contents at the call), so recording it again is safe.
 
-Observed copies: named for a profiler that is on, and reported to a listener.
-
-`WatchedTransfer` wraps another transfer for one forward and its backward (`PlanRuntime.watched`). Without a
-profiler or a listener it is not used.
+**Observed copies** are named for a profiler that is on, and reported to a listener: `WatchedTransfer` wraps
+another transfer for one forward and its backward (`PlanRuntime.watched`), only where there is either.
 """
 
 from __future__ import annotations
@@ -80,6 +73,7 @@ from .host_pool import HostBuffer
 from .link import Link, measure_link
 from .stats import PendingTime
 
+Direction = Literal["out", "in"]
 Event = TypeVar("Event")
 
 
@@ -103,11 +97,8 @@ class Stamp(Protocol):
 class StepLog(Generic[Event]):
     """Events of one step in compute's order of work. There is a log only while a listener is registered.
 
-    The planner's `OpEventLog` is another log: at each of its marks it also looks at the meter and at
-    autograd's node numbers, and its clock may add up op by op where nothing is computed.
-
-    Args:
-        transfer: makes the time stamps.
+    The planner's `OpEventLog` is another one: its marks also read the meter and autograd's node numbers, and
+    its clock may add up op by op where nothing is computed.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -116,7 +107,6 @@ class StepLog(Generic[Event]):
         self._events: list[tuple[Event, Stamp]] = []
 
     def note(self, event: Event) -> None:
-        """Record ``event`` at the present place in compute's order of work."""
         self._events.append((event, self._transfer.stamp()))
 
     def ms(self, stamp: Stamp) -> float:
@@ -170,7 +160,6 @@ class HostStamp:
 
     @classmethod
     def now(cls) -> HostStamp:
-        """Return the present time."""
         return cls(time.perf_counter())
 
     def ms_since(self, earlier: HostStamp) -> float:
@@ -203,11 +192,7 @@ COMPLETE: Copy = _Done(None)
 
 
 class BlockingTransfer:
-    """Copies that are complete when the call returns.
-
-    Args:
-        device: where reloaded tensors live.
-    """
+    """Copies that are complete when the call returns; reloaded tensors live on ``device``."""
 
     overlaps = False
 
@@ -215,14 +200,12 @@ class BlockingTransfer:
         self._device = device
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)
         return _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         start = HostStamp.now()
         block = host.new_block(self._device)
         for part, target in host.pairs(block):
@@ -233,18 +216,15 @@ class BlockingTransfer:
         """Do nothing: no copy is under way."""
 
     def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
         return HostStamp.now()
 
     def synchronize(self) -> None:
         """Do nothing: compute is done when its call returns."""
 
     def link(self) -> Link | None:
-        """Return ``None``: copies do not overlap compute."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Return ``None``: device and host are the same memory."""
         return None
 
     def empty_cache(self) -> None:
@@ -256,12 +236,7 @@ TIMED_WAIT_MS = 0.02
 
 
 class _Events:
-    """A pool of events of one kind, which are used again.
-
-    Args:
-        device: the accelerator, with its index.
-        timing: whether the events carry a time.
-    """
+    """A pool of events, with or without timing, which are used again."""
 
     def __init__(self, device: torch.device, timing: bool) -> None:
         self._device, self._timing = device, timing
@@ -278,7 +253,7 @@ class _Events:
 
 
 class _Event:
-    """A recorded event that returns to its pool."""
+    """A recorded event, which returns to its pool."""
 
     __slots__ = ("_free", "event")
 
@@ -289,7 +264,6 @@ class _Event:
         self._free.append(self.event)
 
     def synchronize(self) -> None:
-        """Wait on the host until the device has reached the event."""
         self.event.synchronize()
 
 
@@ -308,8 +282,6 @@ class _TimedWait:
 
 
 class _StreamStamp:
-    """A timing event on the compute stream."""
-
     __slots__ = ("event",)
 
     def __init__(self, event: torch.Event) -> None:
@@ -320,11 +292,9 @@ class _StreamStamp:
 
 
 class _StreamCopy:
-    """A copy on one of the copy streams, complete when its event is.
+    """A copy on one of the copy streams, complete when the event ``done`` is.
 
     Args:
-        owner: the transfer that has the streams and events.
-        done: event at the end of the copy.
         block: for a copy in: the tensor that it fills.
         home: the stream that ``block`` was allocated on.
     """
@@ -391,7 +361,6 @@ class StreamTransfer:
         self._entering = Lock()
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         compute = self._compute_stream()
         with self._entering, self._out:
             self._asked.record(compute)
@@ -404,7 +373,6 @@ class StreamTransfer:
             return _StreamCopy(self, self._events.recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         compute = self._compute_stream()
         block = host.new_block(self.device)
         with self._entering, self._in:
@@ -421,33 +389,27 @@ class StreamTransfer:
         """Do nothing: the block's ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.index))
         return _StreamStamp(event)
 
-    def copy_stamp(self, direction: Literal["out", "in"]) -> Stamp:
-        """Mark the present place in the order of the copies out, or in."""
+    def copy_stamp(self, direction: Direction) -> Stamp:
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._out if direction == "out" else self._in)
         return _StreamStamp(event)
 
     def synchronize(self) -> None:
-        """Wait until compute has done all that it was given."""
         torch.accelerator.synchronize(self.device)
 
     def link(self) -> Link | None:
-        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
         return measure_link(self.device)
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that are free on the device, or cached by this process and unused."""
         free_bytes, _ = torch.accelerator.get_memory_info(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
         return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self.device))
 
     def empty_cache(self) -> None:
-        """Give cached device memory back to the device. Between steps only."""
         torch.accelerator.empty_cache()
 
     def _compute_stream(self) -> torch.Stream:
@@ -459,11 +421,9 @@ class StreamTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer:
-    """Return the transfer for ``device``: on streams of its own, or the CPU's blocking copies."""
     return BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)
 
 
-Direction = Literal["out", "in"]
 OpName = tuple[Scope | None, str]
 """Scope and op path of the plan row that swaps; ``(None, "")`` if none is known."""
 
@@ -475,12 +435,9 @@ class WatchedCopy:
     """One copy, as it was asked for.
 
     Args:
-        direction: out to the host, or in to the device.
         name: the plan row that swaps the tensor.
-        size_bytes: bytes that are copied.
         asked: where compute was when the copy was asked for.
         done: end of the copy, in the order of work of the copying stream.
-        inner: the copy itself.
         first: for a copy in: the copy out of the same host block.
     """
 
@@ -495,7 +452,6 @@ class WatchedCopy:
     _clock: Transfer
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         if self._listener is None:
             return self.inner.wait()
         start = self._clock.stamp()
@@ -527,14 +483,15 @@ class WatchedTransfer:
     """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
 
     Args:
-        inner: the transfer that moves the bytes.
-        listener: receives the copies; ``None``: none.
+        inner: moves the bytes, and does all else.
         profiled: whether a profiler is on.
     """
 
     def __init__(self, inner: Transfer, listener: CopyListener | None, profiled: bool) -> None:
         self._inner, self._listener, self._profiled = inner, listener, profiled
-        self.overlaps = inner.overlaps
+        self.overlaps, self.stamp, self.synchronize = inner.overlaps, inner.stamp, inner.synchronize
+        self.link, self.free_bytes, self.empty_cache = inner.link, inner.free_bytes, inner.empty_cache
+        self.host_reader_done = inner.host_reader_done
         self._next = _NO_OP
 
     def name(self, name: OpName) -> None:
@@ -542,7 +499,6 @@ class WatchedTransfer:
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         name, self._next = self._next, _NO_OP
         asked = self._inner.stamp()
         with self._range("offload", name):
@@ -550,37 +506,12 @@ class WatchedTransfer:
         return self._told("out", name, host, asked, inner, None, source)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         first = after if isinstance(after, WatchedCopy) else None
         name = _NO_OP if first is None else first.name
         asked = self._inner.stamp()
         with self._range("prefetch", name):
             block, inner = self._inner.reload(host, after if first is None else first.inner)
         return block, self._told("in", name, host, asked, inner, first, block)
-
-    def host_reader_done(self, host: HostBuffer) -> None:
-        """Note that the present content of ``host`` will not be reloaded again."""
-        self._inner.host_reader_done(host)
-
-    def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
-        return self._inner.stamp()
-
-    def synchronize(self) -> None:
-        """Wait until compute has done all that it was given."""
-        self._inner.synchronize()
-
-    def link(self) -> Link | None:
-        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
-        return self._inner.link()
-
-    def free_bytes(self) -> int | None:
-        """Device memory that this process can still use; ``None``: the same as the host's."""
-        return self._inner.free_bytes()
-
-    def empty_cache(self) -> None:
-        """Give cached device memory back to the device. Between steps only."""
-        self._inner.empty_cache()
 
     def _range(self, what: str, name: OpName) -> AbstractContextManager[object]:
         if not self._profiled:

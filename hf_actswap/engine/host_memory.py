@@ -39,6 +39,8 @@ CGROUP = Path("/sys/fs/cgroup")
 SYS = Path("/sys")
 
 _GIB = 2**30
+_MARGIN_SHARE = 0.1
+"""Part of the available memory that is left to other processes."""
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -76,14 +78,12 @@ def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
         return 1
 
 
-def margin_bytes(available: int, margin_share: float = 0.1) -> int:
+def margin_bytes(available: int) -> int:
     """Return how many bytes are left to other processes."""
-    return int(available * margin_share)
+    return int(available * _MARGIN_SHARE)
 
 
-def budget_bytes(
-    cap_bytes: int | None, ranks: int, available: int | None, margin_share: float = 0.1
-) -> int | None:
+def budget_bytes(cap_bytes: int | None, ranks: int, available: int | None) -> int | None:
     """Return the bytes that one rank may take, ``None`` if nothing limits it.
 
     They are its cap, or if that is less its share of what is available without the margin.
@@ -91,11 +91,10 @@ def budget_bytes(
     Args:
         cap_bytes: the user's cap for one rank; ``None``: no cap.
         available: result of `available_bytes`, read before any of the ranks has taken its part.
-        margin_share: part of ``available`` that is left to other processes.
     """
     if available is None:
         return cap_bytes
-    share = max(0, available - margin_bytes(available, margin_share)) // ranks
+    share = max(0, available - margin_bytes(available)) // ranks
     return share if cap_bytes is None else min(cap_bytes, share)
 
 
@@ -114,18 +113,13 @@ def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available
     return room
 
 
-def forecast(
-    need_bytes: int,
-    cap_bytes: int | None,
-    ranks: int,
-    available: int | None,
-    margin_share: float = 0.1,
-) -> Forecast:
+def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int | None) -> Forecast:
     """Say whether ``need_bytes`` per rank fit. Arguments as for `budget_bytes`."""
-    allowed = budget_bytes(cap_bytes, ranks, available, margin_share)
+    allowed = budget_bytes(cap_bytes, ranks, available)
     fits = allowed is None or need_bytes <= allowed
-    product = "" if ranks == 1 else f" = {_gib(ranks * need_bytes)}"
-    ranks_text = f"{ranks} rank{'' if ranks == 1 else 's'} x {_gib(need_bytes)}{product}"
+    ranks_text = f"1 rank x {_gib(need_bytes)}"
+    if ranks > 1:
+        ranks_text = f"{ranks} ranks x {_gib(need_bytes)} = {_gib(ranks * need_bytes)}"
     free = "" if available is None else f"; the machine has {_gib(available)} free"
     if fits:
         return Forecast(need_bytes, allowed, True, f"Swap needs {ranks_text} of host memory{free}.")
@@ -134,7 +128,7 @@ def forecast(
         message += f" (host_memory_gib{free}). Raise host_memory_gib or swap fewer layers."
     else:
         message += (
-            f" ({_gib(available or 0)} free on the machine, {margin_share:.0%} of it left to others). "
+            f" ({_gib(available or 0)} free on the machine, {_MARGIN_SHARE:.0%} of it left to others). "
             "Swap fewer layers, or start fewer ranks on this machine; host_memory_gib cannot exceed this."
         )
     return Forecast(need_bytes, allowed, False, message)

@@ -23,21 +23,20 @@ from .transfer import CopyListener, Transfer, WatchedTransfer, profiler_is_on, t
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Objects that a plan is given to work with; those that are not given are made when they are needed.
+    """Objects that a plan is given to work with; others are made when they are needed.
 
     Args:
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        pack_handler: makes the tickets of tensors that stay on the device
-            (`EvictableTensors.keep`), under a plan without rows too. Every op is then followed at every step.
-            It is not called for tensors that whole-layer recomputation saves again in backward, nor for
-            tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
+        pack_handler: makes the tickets of tensors that stay on the device (`EvictableTensors.keep`), under a
+            plan without rows too. Every op is then followed at every step. It does not see tensors that
+            whole-layer recomputation saves again in backward, nor those that recomputed ops rebuild.
+            ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
-        weights: the model's frozen weights on the host, whose copies share the plan's transfer; ``None``: all
-            weights stay.
         passes: order of the passes of a pipeline stage, so that windows can reach into other passes;
             ``None``: each forward and its backward are treated alone.
+        weights: the model's frozen weights on the host, whose copies share the plan's transfer.
     """
 
     transfer: Transfer | None = None
@@ -55,7 +54,6 @@ class PlanRuntime:
     Each is made when a forward first needs it, on the device that the model is on by then.
 
     Args:
-        root: the model inside its wrappers.
         adjusted: called with the adjustments that measurement has led to.
 
     Attributes:
@@ -86,7 +84,6 @@ class PlanRuntime:
         return self._pack_handler is not None
 
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
-        """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler
         if self.context is not None:
             self.context = replace(self.context, pack_handler=pack_handler)

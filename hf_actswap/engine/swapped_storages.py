@@ -260,11 +260,6 @@ class SwappedStorages:
             self._inputs.swapped(group)
         return ticket
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is swapped already: a small view that stayed would hold it."""
-        group = self._known(tensor.untyped_storage())
-        return group is not None and group.covers(View.of(tensor), tensor._version)
-
     def _new_group(
         self,
         tensor: torch.Tensor,
@@ -295,7 +290,7 @@ class SwappedStorages:
         return group
 
     def rejects(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan swaps must stay on the device; if so, count it by reason."""
+        """Whether a tensor must stay on the device; if so, count it by reason."""
         reason = self.rejection(tensor)
         if reason is None:
             return False
@@ -309,8 +304,10 @@ class SwappedStorages:
         if reason is not None:
             return reason
         size_bytes = tensor.nbytes
-        if size_bytes < context.min_tensor_bytes and not self._moves(tensor):
-            return TOO_SMALL
+        if size_bytes < context.min_tensor_bytes:
+            group = self._known(tensor.untyped_storage())
+            if group is None or not group.covers(View.of(tensor), tensor._version):
+                return TOO_SMALL  # else it moves too: a small view that stayed would hold the storage
         return None if size_bytes else "empty"
 
 

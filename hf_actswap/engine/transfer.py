@@ -63,7 +63,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.autograd.profiler import record_function
@@ -168,8 +168,6 @@ class HostStamp:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """A wait whose length is known."""
-
     milliseconds: float
 
     def elapsed_ms(self) -> float:
@@ -267,25 +265,19 @@ class _Event:
         self.event.synchronize()
 
 
-class _TimedWait:
-    """The time between two events on the compute stream."""
-
-    def __init__(self, before: _Event, after: _Event) -> None:
-        self._before, self._after = before, after
+class _TimedWait(NamedTuple):
+    before: _Event
+    after: _Event
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms (0: no wait), ``None`` while the device has not reached its end."""
-        if not self._after.event.query():
+        if not self.after.event.query():
             return None
-        elapsed_ms = float(self._before.event.elapsed_time(self._after.event))
+        elapsed_ms = float(self.before.event.elapsed_time(self.after.event))
         return elapsed_ms if elapsed_ms > TIMED_WAIT_MS else 0.0
 
 
-class _StreamStamp:
-    __slots__ = ("event",)
-
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
+class _StreamStamp(NamedTuple):
+    event: torch.Event
 
     def ms_since(self, earlier: _StreamStamp) -> float:
         return float(earlier.event.elapsed_time(self.event))
@@ -386,7 +378,7 @@ class StreamTransfer:
         return block, _StreamCopy(self, done, block, compute)
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Do nothing: the block's ``last_use`` orders the next writer."""
+        """Do nothing: ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
         event = torch.Event(self.device, enable_timing=True)

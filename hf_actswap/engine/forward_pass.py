@@ -144,7 +144,6 @@ class ForwardPass:
     """Decides for each tensor that autograd saves in one forward what becomes of it, by its producer.
 
     Args:
-        context: what all forwards under one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
         call: arguments of the model, which are unowned.
     """
@@ -199,15 +198,11 @@ class ForwardPass:
         compiled_nodes: int | None,
         checkpoint: Checkpoint | None = None,
     ) -> bool:
-        """Start a layer, or a module around the layers.
+        """Start a layer, or a module around the layers; return whether its ops must be followed.
 
         Args:
-            args, kwargs: arguments of its call.
             compiled_nodes: autograd nodes of its eager call, if it is compiled (0: not known).
             checkpoint: the part of it that ``torch.utils.checkpoint`` runs again; ``None``: none.
-
-        Returns:
-            Whether its ops must be followed.
         """
         self.scope, self._call = place.scope, (place, args, kwargs)
         if compiled_nodes is not None:

@@ -62,11 +62,7 @@ class Range(NamedTuple):
 
 
 class FreeRanges:
-    """Free ranges of numbered slabs, in order of address; no two of them touch. Not thread-safe.
-
-    Attributes:
-        total_bytes: sum of the free ranges.
-    """
+    """Free ranges of numbered slabs, in order of address; no two of them touch. Not thread-safe."""
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -197,14 +193,7 @@ class HostBuffer:
 
 
 class Blocks:
-    """Slabs, their free ranges, and returned blocks that are kept whole. Not thread-safe.
-
-    Args:
-        piece_bytes: longest piece of a block.
-
-    Attributes:
-        held_bytes: size of all slabs.
-    """
+    """Slabs, their free ranges, and returned blocks that are kept whole. Not thread-safe."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -294,8 +283,7 @@ class SlabSource(Protocol):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Return host memory: uint8, shape (size_bytes,).
 
-        Raises:
-            RuntimeError, MemoryError, OSError: there is none.
+        Raises `RuntimeError`, `MemoryError` or `OSError` if there is none.
         """
 
     def free(self, slab: torch.Tensor) -> None:
@@ -549,9 +537,7 @@ class HostPool:
             self._thread, self._reserving, self._failure = thread, True, None
 
     def wait_reserved(self) -> None:
-        """Wait until the reservation has ended; raise what it raised. `held_bytes` is below the goal if there
-        was not enough memory.
-        """
+        """Wait until the reservation has ended, with or without enough memory; raise what it raised."""
         if self._thread is not None:
             self._thread.join()
         failure, self._failure = self._failure, None

@@ -197,8 +197,7 @@ class KeptCall:
     def again(self, arguments: Any, catcher: Catcher) -> Any:
         """Return the recorded result and pass the saved tensors to ``catcher``; or return `RUN`.
 
-        Raises:
-            ReplayMismatch: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
+        `ReplayMismatch`: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
         """
         leaves = tree_leaves(arguments)
         if catcher.count != self._first_pack or [_geometry(leaf) for leaf in leaves] != self._geometry:
@@ -261,14 +260,9 @@ class KeptResults:
         return bool(self._functions or self._modules)
 
     def on_call(self, name: str, path: str, arguments: Any, packs: int, kept: bool, random: bool) -> None:
-        """Note that a function is called in the region.
+        """Note that a function is called in the region, which has saved ``packs`` tensors so far.
 
-        Args:
-            name, path: name of the function, and op path.
-            arguments: tree of its arguments.
-            packs: how many tensors the region has saved so far.
-            kept: whether its op is not recomputed.
-            random: whether it may draw random numbers.
+        Its op, at ``path``, may be ``kept``, that is not recomputed; ``random``: it may draw random numbers.
         """
         self._seen[name] += 1
         # In a module that is skipped as a whole only communications are held, in case it must run after all.
@@ -651,17 +645,13 @@ class RegionTicket:
 
 
 class OutputTicket:
-    """The ticket of a view of a tensor that a recomputed function returned.
-
-    Attributes:
-        has_read: number of the run whose output it read last.
-    """
+    """The ticket of a view of a tensor that a recomputed function returned."""
 
     __slots__ = ("has_read", "position", "region", "view")
 
     def __init__(self, region: Region, position: int, view: View) -> None:
         self.region, self.position, self.view = region, position, view
-        self.has_read = 0
+        self.has_read = 0  # number of the run whose output it read last
 
     def restore(self) -> torch.Tensor:
         return self.view.on(self.region.take_output(self.position, self), 0)

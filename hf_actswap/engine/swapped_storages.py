@@ -191,9 +191,8 @@ class SwappedStorages:
 
         Args:
             tensor: one that `rejects` does not reject.
-            windows: windows of the copy, if one starts now.
             op: operator that saves it.
-            asked: the plan's action for it.
+            asked: the plan's action for it; ``windows`` are those of the copy, if one starts now.
 
         Returns:
             ``None`` if there is no host memory, which is counted.

@@ -314,18 +314,14 @@ class SwapGroup:
 
 
 class SwapTicket:
-    """One more saved tensor on a swapped storage.
-
-    Attributes:
-        has_read: number of the fetch that it read last.
-    """
+    """One more saved tensor on a swapped storage."""
 
     __slots__ = ("__weakref__", "_view", "group", "has_read")
 
     def __init__(self, group: SwapGroup, view: View) -> None:
         self.group = group
         self._view = group.whole if group.whole == view else view
-        self.has_read = group.join()
+        self.has_read = group.join()  # number of the fetch that it read last
 
     def restore(self) -> torch.Tensor:
         return self.group.read(self, self._view)

@@ -336,7 +336,6 @@ class StreamTransfer:
 
     Attributes:
         compute_streams: streams that have requested copies.
-        timing: timing events for waits.
     """
 
     overlaps = True
@@ -472,12 +471,7 @@ class CopyListener(Protocol):
 
 
 class WatchedTransfer:
-    """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
-
-    Args:
-        inner: moves the bytes, and does all else.
-        profiled: whether a profiler is on.
-    """
+    """A `Transfer` around another, which names each copy for a profiler and reports it to a listener."""
 
     def __init__(self, inner: Transfer, listener: CopyListener | None, profiled: bool) -> None:
         self._inner, self._listener, self._profiled = inner, listener, profiled

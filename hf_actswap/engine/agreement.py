@@ -51,8 +51,6 @@ def from_one_rank(value: Value | None, source: int = 0) -> Value:
     if world_size() == 1:
         return value  # type: ignore[return-value]
     values: list[Any] = [value]
-    group = _GROUP.get()
-    first = source if group is None else dist.get_global_rank(group, source)
-    dist.broadcast_object_list(values, src=first, group=group)
+    dist.broadcast_object_list(values, group_src=source, group=_GROUP.get())
     found: Value = values[0]
     return found

@@ -55,11 +55,7 @@ class SliceTicket:
 
 
 class Slices:
-    """Makes the tickets of the fate ``slice``.
-
-    Args:
-        replicas: the ranks of the tensor-parallel group.
-    """
+    """Makes the tickets of the fate ``slice``; ``replicas``: the ranks of the tensor-parallel group."""
 
     def __init__(self, replicas: ReplicaRanks) -> None:
         self._replicas = replicas
@@ -72,21 +68,18 @@ class Slices:
         not contiguous, because the gathered tensor would be.
         """
         if tensor.dim() == 0 or tensor.shape[0] % self._replicas.size:
-            self._warn(tensor)
+            if not self._warned:
+                logger.warning(
+                    "recompute_slice_activation: dim 0 of an input %s does not divide by %d tensor-parallel "
+                    "ranks; it is kept whole.",
+                    list(tensor.shape),
+                    self._replicas.size,
+                )
+            self._warned = True
             return None
         if not tensor.is_contiguous():
             return None
         return SliceTicket(self._replicas, self._replicas.own_slice(tensor))
-
-    def _warn(self, tensor: torch.Tensor) -> None:
-        if not self._warned:
-            logger.warning(
-                "recompute_slice_activation: dim 0 of an input %s does not divide by %d tensor-parallel "
-                "ranks; it is kept whole.",
-                list(tensor.shape),
-                self._replicas.size,
-            )
-        self._warned = True
 
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
@@ -124,7 +117,6 @@ class FateTable:
     """Looks fates up once and remembers them.
 
     Args:
-        plan: the plan whose rows are looked up.
         structure: says which ops are modules and which are functions.
         slices: makes the tickets of ``slice``; ``None``: no tensor parallelism, and no row says ``slice``.
 

@@ -10,15 +10,11 @@ If no visible op produced a storage: while a function runs, the function owns it
 output packed before it returns). An argument of the layer or of the model is unowned. Otherwise the
 innermost module owns it (a custom ``autograd.Function``, which no function mode sees).
 
-A layer that repeats its earlier calls needs no owners, but a cached trace (below).
-
-Records what autograd saves in a call of each segment of the model; two equal records predict later calls.
-
-Following a layer's ops costs more than many a small op itself: a function mode names them, hooks on its
-modules follow the path, every storage gets an owner. But a layer does the same work at every step. So each
-call is recorded, one `Step` for each tensor that autograd saves: how many operators into the call, of which
-dtype, and what the plan does with it. After two equal records later calls are only compared with the record,
-which says what to do with each saved tensor.
+**Cached traces.** Following a layer's ops costs more than many a small op itself: a function mode names them,
+hooks on its modules follow the path, every storage gets an owner. But a layer does the same work at every
+step. So each call is recorded, one `Step` for each tensor that autograd saves: how many operators into the
+call, of which dtype, and what the plan does with it. After two equal records later calls are only compared
+with the record, which says what to do with each saved tensor.
 
 A call that does not match its cached trace (other inputs took another branch) never gives wrong results,
 since swapping and keeping give the same numbers. The rest of that one layer is kept or swapped by the layer's
@@ -68,7 +64,6 @@ class SavedStep:
 
     Args:
         offset_ops: operators since the segment began, or since it went on after a scope.
-        dtype: dtype of the tensor.
         windows: windows of its swap; ``None``: it is an output of its node, and is kept, detached.
         place: its place on its storage if it was swapped, else ``None``.
         asked: the plan's action for it, even if something else was done.
@@ -86,8 +81,6 @@ class SmallStep:
     """One saved tensor that the plan swaps, but that was too small.
 
     Args:
-        offset_ops: as of a `SavedStep`.
-        size_bytes: size of the tensor.
         own_output: whether it is an output of the node that saves it, so that it must be held detached.
         otherwise: the step for a tensor of another size in its place, which may be swapped.
     """
@@ -104,29 +97,10 @@ Step = int | SmallStep | SavedStep
 CachedTrace = Sequence[Step]
 
 
-def step_of(
-    saved: torch.Tensor,
-    asked: Action,
-    action: Action,
-    ticket: Ticket,
-    offset_ops: int,
-    too_small: bool,
-) -> Step:
-    """Return the record of a saved tensor, in its pack hook; ``too_small``: too small for its swap."""
-    own_output = made_by_packing_node(saved)
-    if action.kind != "swap":
-        return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
-    place = Place.of(saved) if isinstance(ticket, SwapGroup | SwapTicket) else None
-    step = SavedStep(offset_ops, saved.dtype, action.windows, place, asked)
-    return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
-
-
 class CachedTraces:
     """The cached traces of one applied plan, and the records from which they are made.
 
-    Args:
-        scopes: scopes that may have a cached trace.
-        between: whether the segment between the scopes may have one.
+    ``scopes`` may have one, and what runs ``between`` them.
     """
 
     def __init__(self, scopes: frozenset[Scope], between: bool) -> None:
@@ -140,7 +114,6 @@ class CachedTraces:
         return self._known.get(segment)
 
     def knows(self, segments: frozenset[Scope]) -> bool:
-        """Whether all of ``segments`` have a cached trace."""
         return self._known.keys() >= segments
 
     def watched(self, segment: Segment, steps: list[Step]) -> None:
@@ -171,9 +144,7 @@ class ForwardPass:
     """Decides for each tensor that autograd saves in one forward what becomes of it, by its producer.
 
     Args:
-        context: what all forwards under one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
-        traces: cached traces of the scopes, which are also learned here.
         call: arguments of the model, which are unowned.
     """
 
@@ -219,12 +190,6 @@ class ForwardPass:
             self.owners.own(tensor, KEEP if cast else self._action_of_untracked())
         return key
 
-    def own_outside(self, values: Any) -> None:
-        """Mark those of ``values`` that have no owner yet as unowned: they come from outside the layers."""
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor) and self.owners.owner(leaf) is None:
-                self.owners.own(leaf, KEEP)
-
     def start_scope(
         self,
         place: ScopeModules,
@@ -233,16 +198,11 @@ class ForwardPass:
         compiled_nodes: int | None,
         checkpoint: Checkpoint | None = None,
     ) -> bool:
-        """Start a layer, or a module around the layers.
+        """Start a layer, or a module around the layers; return whether its ops must be followed.
 
         Args:
-            place: the layer or module.
-            args, kwargs: arguments of its call.
             compiled_nodes: autograd nodes of its eager call, if it is compiled (0: not known).
             checkpoint: the part of it that ``torch.utils.checkpoint`` runs again; ``None``: none.
-
-        Returns:
-            Whether its ops must be followed.
         """
         self.scope, self._call = place.scope, (place, args, kwargs)
         if compiled_nodes is not None:
@@ -307,9 +267,8 @@ class ForwardPass:
                 tensor = tensor.detach()
                 if step.windows is None:
                     return tensor, tensor._version
-                return self._swapped.ticket_at(tensor, step.place, step.windows, op, step.asked) or keep(
-                    tensor
-                )
+                swapped = self._swapped.ticket_at(tensor, step.place, step.windows, op, step.asked)
+                return swapped or keep(tensor)
             self._mismatch(self.scope)
         if self._auto is not None and self._auto.observation is not None:
             self._auto.observation.in_forward(op)
@@ -343,7 +302,6 @@ class ForwardPass:
         self.owners.clear()
 
     def _follow(self) -> None:
-        """Set the owners of the parameters and the arguments of the scope's call."""
         if self._call is None:
             return
         place, args, kwargs = self._call
@@ -352,12 +310,14 @@ class ForwardPass:
             in_decoder = isinstance(place.scope, int)
             if in_decoder and isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
                 self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
-            self.own_outside((args, kwargs))
+            for leaf in tree_leaves((args, kwargs)):  # the rest comes from outside the layers
+                if isinstance(leaf, torch.Tensor) and self.owners.owner(leaf) is None:
+                    self.owners.own(leaf, KEEP)
         self._autocast = torch.is_autocast_enabled(self._context.device.type)  # in a pack hook it is off
         self.owners.enter(place.modules)
 
     def _mismatch(self, scope: Scope | None) -> None:
-        """Handle a call that differs from the cached trace of its segment; ``None``: between the scopes."""
+        """Go on after a call that differs from its segment's cached trace; ``None``: between the scopes."""
         self._steps = None
         if scope is None:
             self._between = None
@@ -385,11 +345,20 @@ class ForwardPass:
         else:
             ticket = self._ticket(tensor, owner, op)
         if self._watched is not None:
-            asked = KEEP if owner is None else owner.action
-            action = owner.chosen[0] if owner and owner.chosen else asked
-            small = action.kind == "swap" and self._swapped.rejection(tensor) == TOO_SMALL
-            self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, small))
+            self._watched.append(self._step_of(saved, owner, ticket, op - self._first_op))
         return ticket
+
+    def _step_of(self, saved: torch.Tensor, owner: Owner | None, ticket: Ticket, offset_ops: int) -> Step:
+        """Return the record of a saved tensor, in its pack hook."""
+        asked = KEEP if owner is None else owner.action
+        action = owner.chosen[0] if owner and owner.chosen else asked
+        own_output = made_by_packing_node(saved)
+        if action.kind != "swap":
+            return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
+        place = Place.of(saved) if isinstance(ticket, SwapGroup | SwapTicket) else None
+        step = SavedStep(offset_ops, saved.dtype, action.windows, place, asked)
+        too_small = self._swapped.rejection(saved) == TOO_SMALL
+        return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
 
     def _action_of_untracked(self) -> Action:
         if self.running is not None:

@@ -1,7 +1,4 @@
-"""The host memory of one rank: its limit, its source, and the processors that it lies next to.
-
-Finds out what the forward that is about to start will save, by one run on fake tensors.
-"""
+"""The host memory of one rank: its limit, its source, and a forecast of what it will hold."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from .host_memory import (
     ranks_on_this_machine,
     room_beyond,
 )
-from .host_pool import ALIGNMENT_BYTES, HostPool, PageableSlabs, PinnedSlabs, SlabSource
+from .host_pool import ALIGNMENT_BYTES, PINNED_SLAB_BYTES, HostPool, PageableSlabs, PinnedSlabs, SlabSource
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +44,7 @@ class DryRunForecast:
     """Forecasts what one forward will save. The run on fake tensors takes place once, when first needed.
 
     Args:
-        model: the model inside its wrappers.
-        structure: structure of this model.
-        args, kwargs: arguments of its call.
+        model: the model inside its wrappers; ``args`` and ``kwargs`` are those of its call.
 
     Attributes:
         compiled: whether the compiler decides what is saved, which is not known before.
@@ -66,7 +61,6 @@ class DryRunForecast:
         self.why_not = "the compiler decides what compiled layers save" if self.compiled else ""
 
     def saved(self) -> SavedBytes | None:
-        """Return what autograd will save, or ``None`` where that cannot be known."""
         if not (self._ran or self.compiled or torch.compiler.is_compiling()):
             self._ran = True
             try:
@@ -92,9 +86,8 @@ def record_saved(
 
     Args:
         model: the model inside its wrappers, as the model structure names it.
-        structure: structure of this model.
-        args, kwargs: as in the call. Of tensors only shape, dtype and device are read; of a mask and of
-            positions also whether they mask or pack anything, because attention then runs in another way.
+        args, kwargs: of tensors only shape, dtype and device are read; of a mask and of positions also
+            whether they mask or pack anything, because attention then runs in another way.
         device: where tensors on ``meta`` are taken to be, as attention kernels differ.
 
     Raises:
@@ -151,7 +144,10 @@ class HostMemory:
         """Return the pool for swapping from ``device``, and close the one for another device."""
         if self._pool is None or self._pool_of != (device, pinned):
             self.close()
-            self._pool, self._pool_of = self._new_pool(device, pinned, progress), (device, pinned)
+            source, room = slab_source(device, pinned, self._bind_numa), room_beyond(self._margin_bytes)
+            slab_bytes = PINNED_SLAB_BYTES if pinned else _EXACT
+            self._pool = HostPool(source, self._budget_bytes, slab_bytes, progress, room)
+            self._pool_of = device, pinned
         return self._pool
 
     @property
@@ -164,13 +160,6 @@ class HostMemory:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-
-    def _new_pool(self, device: torch.device, pinned: bool, progress: Progress | None) -> HostPool:
-        room = room_beyond(self._margin_bytes)
-        source = slab_source(device, pinned, self._bind_numa)
-        if not pinned:
-            return HostPool(source, self._budget_bytes, _EXACT, progress, room)
-        return HostPool(source, self._budget_bytes, progress=progress, room=room)
 
     def bind(self, device: torch.device, plan: MemoryPlan) -> None:
         """Keep the calling thread on the processors next to ``device``, if the plan copies and allows it."""
@@ -187,8 +176,7 @@ class HostMemory:
             undo()
 
     def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, dry_run: DryRunForecast) -> None:
-        """Log whether the tensors that the plan will swap in a forward fit in host memory, and begin to
-        allocate it.
+        """Log whether what the plan will swap in a forward fits in host memory, and begin to allocate it.
 
         Only tensors that certainly move are counted. Those among which ``auto`` will choose are not: it
         chooses within the budget and allocates its own part. If the bytes cannot be known (compiled layers,
@@ -196,11 +184,9 @@ class HostMemory:
         first needed.
 
         Args:
-            pool: the pool that `pool` returned.
             pinned: whether copies overlap compute; if not, ``auto`` swaps everything, and no memory is
                 allocated beforehand.
             plan: the plan that acts in the forward.
-            dry_run: forecasts what the forward will save.
         """
         sizes_bytes = _swapped(plan, pinned, dry_run)
         if not sizes_bytes:
@@ -221,7 +207,6 @@ def slab_source(device: torch.device, pinned: bool, bind_numa: bool) -> SlabSour
     """Return where host memory for ``device`` comes from.
 
     Args:
-        device: the device that copies go to and come from.
         pinned: whether copies overlap compute, which takes page-locked memory.
         bind_numa: whether page-locked memory is taken beside the device.
     """
@@ -239,9 +224,8 @@ def _swapped(plan: MemoryPlan, pinned: bool, dry_run: DryRunForecast) -> list[in
     saved = dry_run.saved()
     if saved is not None:
         return [copy.size_bytes for copy in swapped_copies(saved, plan) if copy.row in moving]
-    if dry_run.compiled:
-        logger.info("No forecast of host memory: %s.", dry_run.why_not)
-    else:
-        why = dry_run.why_not
-        logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
+    why = dry_run.why_not
+    if not dry_run.compiled:
+        why = f"the model does not run on fake tensors ({why})"
+    logger.info("No forecast of host memory: %s.", why)
     return []

@@ -1,4 +1,4 @@
-"""How much host memory there is for this rank, and whether a plan fits into it.
+"""How much host memory there is for this rank, whether a plan fits into it, and which processors are near it.
 
 Page-locked memory cannot be swapped out, so a rank that takes too much meets the kernel's OOM killer and not
 an exception. So it gets a budget before anything is allocated, and free memory is read again for each slab.
@@ -9,10 +9,9 @@ Functions that read take the paths of ``/proc`` and the cgroup tree; the rest is
 (Documentation/admin-guide/cgroup-v2; version 1: ``memory.limit_in_bytes``, ``memory.usage_in_bytes``). The
 limit of every ancestor holds too.
 
-Finds the processors next to a device, and binds threads to them.
-
-They are read from Linux's ``/sys`` (Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node). On other
-systems, and on machines with one NUMA node, nothing is known and no thread is bound.
+The processors next to a device are read from Linux's ``/sys`` (Documentation/ABI/testing/sysfs-bus-pci,
+sysfs-devices-node). On other systems, and on machines with one NUMA node, nothing is known and no thread is
+bound.
 """
 
 from __future__ import annotations
@@ -32,10 +31,16 @@ import torch
 if sys.platform != "win32":
     import resource
 
+logger = logging.getLogger(__name__)
+
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
+SYS = Path("/sys")
+
 _GIB = 2**30
+_MARGIN_SHARE = 0.1
+"""Part of the available memory that is left to other processes."""
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -47,7 +52,6 @@ class Forecast:
     Args:
         need_bytes: bytes that one rank needs.
         allowed_bytes: bytes that one rank may take; ``None``: nothing limits it.
-        fits: whether ``need_bytes`` is at most ``allowed_bytes``.
         message: one or two sentences for people: the need of all ranks, and what to do if it does not fit.
     """
 
@@ -59,7 +63,10 @@ class Forecast:
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """Return the bytes that all ranks of this machine together can still allocate; ``None``: unknown."""
-    limits = [*_machine_limit(proc), *_cgroup_limits(proc, cgroup)]
+    limits = list(_cgroup_limits(proc, cgroup))
+    machine_kib = _number(proc / "meminfo", "MemAvailable")
+    if machine_kib is not None:
+        limits.append(machine_kib * 1024)
     return max(0, min(limits)) if limits else None
 
 
@@ -71,37 +78,32 @@ def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
         return 1
 
 
-def margin_bytes(available: int, margin_share: float = 0.1) -> int:
-    """Return how many of ``available`` bytes are left to other processes."""
-    return int(available * margin_share)
+def margin_bytes(available: int) -> int:
+    """Return how many bytes are left to other processes."""
+    return int(available * _MARGIN_SHARE)
 
 
-def budget_bytes(
-    cap_bytes: int | None, ranks: int, available: int | None, margin_share: float = 0.1
-) -> int | None:
-    """Return the bytes that one rank may take: its cap, or its share of the available bytes less a margin.
+def budget_bytes(cap_bytes: int | None, ranks: int, available: int | None) -> int | None:
+    """Return the bytes that one rank may take, ``None`` if nothing limits it.
+
+    They are its cap, or if that is less its share of what is available without the margin.
 
     Args:
         cap_bytes: the user's cap for one rank; ``None``: no cap.
-        ranks: number of ranks on this machine.
         available: result of `available_bytes`, read before any of the ranks has taken its part.
-        margin_share: part of ``available`` that is left to other processes.
-
-    Returns:
-        The smaller of the two; ``None`` if neither is known.
     """
     if available is None:
         return cap_bytes
-    share = max(0, available - margin_bytes(available, margin_share)) // ranks
+    share = max(0, available - margin_bytes(available)) // ranks
     return share if cap_bytes is None else min(cap_bytes, share)
 
 
 def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available_bytes) -> Callable[[], int]:
     """Return a function that reads the bytes that may be allocated if ``kept_free_bytes`` are to stay free.
 
-    It is used after each rank has its budget. Budgets keep the ranks from taking each other's part, so only
-    other processes have to be watched. It must not divide by the number of ranks again: a rank that is slow
-    to allocate would then get a fraction of its own part.
+    Budgets keep the ranks from taking each other's part, so only other processes have to be watched. It must
+    not divide by the number of ranks again: a rank that is slow to allocate would then get a fraction of its
+    own part.
     """
 
     def room() -> int:
@@ -111,18 +113,13 @@ def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available
     return room
 
 
-def forecast(
-    need_bytes: int,
-    cap_bytes: int | None,
-    ranks: int,
-    available: int | None,
-    margin_share: float = 0.1,
-) -> Forecast:
+def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int | None) -> Forecast:
     """Say whether ``need_bytes`` per rank fit. Arguments as for `budget_bytes`."""
-    allowed = budget_bytes(cap_bytes, ranks, available, margin_share)
+    allowed = budget_bytes(cap_bytes, ranks, available)
     fits = allowed is None or need_bytes <= allowed
-    product = "" if ranks == 1 else f" = {_gib(ranks * need_bytes)}"
-    ranks_text = f"{ranks} rank{'' if ranks == 1 else 's'} x {_gib(need_bytes)}{product}"
+    ranks_text = f"1 rank x {_gib(need_bytes)}"
+    if ranks > 1:
+        ranks_text = f"{ranks} ranks x {_gib(need_bytes)} = {_gib(ranks * need_bytes)}"
     free = "" if available is None else f"; the machine has {_gib(available)} free"
     if fits:
         return Forecast(need_bytes, allowed, True, f"Swap needs {ranks_text} of host memory{free}.")
@@ -131,7 +128,7 @@ def forecast(
         message += f" (host_memory_gib{free}). Raise host_memory_gib or swap fewer layers."
     else:
         message += (
-            f" ({_gib(available or 0)} free on the machine, {margin_share:.0%} of it left to others). "
+            f" ({_gib(available or 0)} free on the machine, {_MARGIN_SHARE:.0%} of it left to others). "
             "Swap fewer layers, or start fewer ranks on this machine; host_memory_gib cannot exceed this."
         )
     return Forecast(need_bytes, allowed, False, message)
@@ -144,13 +141,6 @@ def locked_memory_limit() -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     return f"RLIMIT_MEMLOCK is {text}"
-
-
-def _machine_limit(proc: Path) -> Iterator[int]:
-    for line in _text(proc / "meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            yield int(rest.split()[0]) * 1024
 
 
 def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[int]:
@@ -172,15 +162,16 @@ def _limits_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iter
         group = mount.joinpath(*parts[:depth])
         limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
         if limit.isdecimal() and usage.isdecimal():
-            yield int(limit) - int(usage) + _statistic(group / "memory.stat", reclaimable_name)
+            yield int(limit) - int(usage) + (_number(group / "memory.stat", reclaimable_name) or 0)
 
 
-def _statistic(path: Path, name: str) -> int:
+def _number(path: Path, name: str) -> int | None:
+    """Return the number after ``name`` in a file of lines such as ``name: 12 kB``; ``None``: not there."""
     for line in _text(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+        words = line.replace(":", " ").split()
+        if words[:1] == [name]:
+            return int(words[1])
+    return None
 
 
 def _text(path: Path) -> str:
@@ -194,22 +185,15 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.1f} GiB"
 
 
-logger = logging.getLogger(__name__)
-
-SYS = Path("/sys")
-
-
 def node_of(
     device: torch.device,
     sys_root: Path = SYS,
     properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
 ) -> int | None:
-    """Return the NUMA node to which ``device`` is connected; ``None`` if unknown or if there is only one
-    node.
+    """Return the NUMA node to which ``device`` is connected; ``None`` if unknown or the only one.
 
     Args:
         device: a device with its index. Only CUDA and ROCm devices report their PCI address.
-        sys_root: where ``/sys`` is.
         properties: gives ``pci_domain_id``, ``pci_bus_id`` and ``pci_device_id`` of the device.
     """
     nodes = sys_root / "devices" / "system" / "node"
@@ -228,10 +212,9 @@ def cpus_of(node: int, sys_root: Path = SYS) -> frozenset[int]:
     """Return the processors of a node on which this thread may run; empty if unknown or none."""
     path = sys_root / "devices" / "system" / "node" / f"node{node}" / "cpulist"
     try:
-        there = parse_cpulist(path.read_text())
+        return parse_cpulist(path.read_text()) & usable_cpus()
     except (OSError, ValueError):
         return frozenset()
-    return there & usable_cpus()
 
 
 def usable_cpus() -> frozenset[int]:
@@ -288,8 +271,7 @@ def bind_rank(
 ) -> Callable[[], None]:
     """Bind the calling thread to the processors next to ``device``, and log it; return what undoes it.
 
-    Does nothing if the machine has one node, the device's node is unknown, the thread can run nowhere else
-    anyway, or the platform cannot bind.
+    Does nothing if the device's node is unknown or the only one, or the thread can run nowhere else anyway.
     """
     node = node_of(device, sys_root, properties)
     cpus = frozenset[int]() if node is None else cpus_of(node, sys_root)

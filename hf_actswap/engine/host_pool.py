@@ -1,8 +1,8 @@
 """Host memory for swapped tensors: taken, given back, and used again over the steps.
 
-Slabs of memory are cut at exact sizes. A block may consist of several **pieces**: first because a
-copy moves piece by piece, so that no copy waits behind a gigabyte; second because a request that is larger
-than every free range is put together from several, so that all free memory can be used.
+Slabs of memory are cut at exact sizes. A block may consist of several **pieces**: because a copy moves piece
+by piece, so that no copy waits behind a gigabyte; and because a request that is larger than every free range
+is put together from several, so that all free memory can be used.
 
 A block that comes back is kept as it is, for the next request of its size: training steps repeat their sizes,
 and in steady state nothing is cut or joined. Only when a request cannot be served from blocks of its size or
@@ -18,16 +18,10 @@ One case is left. After `HostPool.close` there may be no further call, so `give_
 if it is free, it collects; if not, the lock's holder reads the deque once more *after* releasing the lock.
 One of the two sees the block: an append before that read is seen by it, and one after it finds the lock free.
 
-Blocks of exact sizes, cut out of slabs. Not thread-safe: `host_pool` holds a lock around it.
-
-Free bytes of the slabs: a list of ranges in order of address, which are joined when they touch.
-
-Allocates the slabs of host memory that the host pool cuts up.
-
-Copies that run beside compute need page-locked memory. PyTorch's own (``pin_memory=True``) comes from a cache
-that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so `PinnedSlabs` maps
-memory itself and has the driver lock it. Most of the time goes into the first touch of cold pages; several
-threads on the processors of the device's NUMA node do that, so the pages also lie on that node.
+**Slabs.** Copies that run beside compute need page-locked memory. PyTorch's own (``pin_memory=True``) comes
+from a cache that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so
+`PinnedSlabs` maps memory itself and has the driver lock it. Most of the time goes into the first touch of
+cold pages; several threads on the processors of the device's NUMA node do that, so the pages also lie there.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -64,37 +58,27 @@ class Range(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Length of the range."""
         return self.stop - self.start
 
 
 class FreeRanges:
-    """Free ranges of numbered slabs; not thread-safe.
-
-    Attributes:
-        total_bytes: sum of the free ranges.
-    """
+    """Free ranges of numbered slabs, in order of address; no two of them touch. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._ranges: list[Range] = []
+        self.ranges: list[Range] = []
         self.total_bytes = 0
-
-    @property
-    def ranges(self) -> tuple[Range, ...]:
-        """The free ranges in order of address; no two of them touch."""
-        return tuple(self._ranges)
 
     def add(self, freed: Range) -> None:
         """Add a range that was not free, and join it with free neighbours."""
         self.total_bytes += freed.size_bytes
-        at = bisect_left(self._ranges, freed)
+        at = bisect_left(self.ranges, freed)
         slab, start, stop = freed
         first = last = at
-        if at and self._ranges[at - 1].slab == slab and self._ranges[at - 1].stop == start:
-            first, start = at - 1, self._ranges[at - 1].start
-        if at < len(self._ranges) and self._ranges[at].slab == slab and self._ranges[at].start == stop:
-            last, stop = at + 1, self._ranges[at].stop
-        self._ranges[first:last] = [Range(slab, start, stop)]
+        if at and self.ranges[at - 1].slab == slab and self.ranges[at - 1].stop == start:
+            first, start = at - 1, self.ranges[at - 1].start
+        if at < len(self.ranges) and self.ranges[at].slab == slab and self.ranges[at].start == stop:
+            last, stop = at + 1, self.ranges[at].stop
+        self.ranges[first:last] = [Range(slab, start, stop)]
 
     def take(self, size_bytes: int, least_bytes: int) -> list[Range] | None:
         """Take ranges that hold ``size_bytes`` together; ``None`` if there are none.
@@ -105,15 +89,17 @@ class FreeRanges:
         """
         if size_bytes == 0:
             return []
-        for found in self._ranges:
+        for found in self.ranges:
             if found.size_bytes >= size_bytes:
                 return [self._cut(found, size_bytes)]
         chosen: list[tuple[Range, int]] = []
         rest = size_bytes
-        for found in sorted(self._ranges, key=lambda free: (-free.size_bytes, free)):
+        for found in sorted(self.ranges, key=lambda free: (-free.size_bytes, free)):
             if found.size_bytes < min(least_bytes, rest):
                 break
-            chosen.append((found, min(rest, found.size_bytes)))
+            # A slab of exact size may end within an element: only the last piece may reach such an end.
+            whole_bytes = found.size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            chosen.append((found, rest if found.size_bytes >= rest else whole_bytes))
             rest -= chosen[-1][1]
             if rest == 0:
                 return [self._cut(found, held) for found, held in chosen]
@@ -122,8 +108,8 @@ class FreeRanges:
     def take_whole(self, slab: int, size_bytes: int) -> bool:
         """Take a slab's only range if all ``size_bytes`` of it are free; return whether they were."""
         whole = Range(slab, 0, size_bytes)
-        at = bisect_left(self._ranges, whole)
-        if at == len(self._ranges) or self._ranges[at] != whole:
+        at = bisect_left(self.ranges, whole)
+        if at == len(self.ranges) or self.ranges[at] != whole:
             return False
         self._cut(whole, size_bytes)
         return True
@@ -131,8 +117,8 @@ class FreeRanges:
     def _cut(self, free: Range, size_bytes: int) -> Range:
         """Take the first ``size_bytes`` of a free range, rounded up to the alignment where it goes on."""
         stop = min(free.stop, free.start + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        at = bisect_left(self._ranges, free)
-        self._ranges[at : at + 1] = [] if stop == free.stop else [Range(free.slab, stop, free.stop)]
+        at = bisect_left(self.ranges, free)
+        self.ranges[at : at + 1] = [] if stop == free.stop else [Range(free.slab, stop, free.stop)]
         self.total_bytes -= stop - free.start
         return Range(free.slab, free.start, stop)
 
@@ -163,7 +149,7 @@ class HostBuffer:
     _lengths: tuple[int, ...] = ()
 
     def hold(self, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Set the dtype and shape of the contiguous tensor, of ``size_bytes`` bytes, that the block holds."""
+        """Set the dtype and shape of the contiguous tensor that the block holds."""
         if shape != self.shape or dtype is not self.dtype:
             self.dtype, self.shape, self._held = dtype, shape, ()
 
@@ -176,7 +162,7 @@ class HostBuffer:
         return torch.empty(0, dtype=torch.uint8).set_(memory, start, (self.size_bytes,), (1,))
 
     def new_block(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor on ``device``, of the dtype and shape that the block holds."""
+        """Return an uninitialised tensor of the dtype and shape that the block holds."""
         if len(self.pieces) > 1:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         (held,) = self._as_held()  # `torch.empty` itself takes the host twice as long
@@ -184,9 +170,6 @@ class HostBuffer:
 
     def pairs(self, block: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return (host, device) tensors whose copies, in order, move all of ``block``.
-
-        Args:
-            block: contiguous device tensor of the dtype and shape that this host block holds.
 
         Raises:
             ValueError: it is not contiguous. A copy of its bytes piece by piece would be another tensor, and
@@ -210,21 +193,14 @@ class HostBuffer:
 
 
 class Blocks:
-    """Slabs, their free ranges, and returned blocks that are kept whole for the next request of their size.
-
-    Args:
-        piece_bytes: longest piece of a block.
-
-    Attributes:
-        held_bytes: size of all slabs.
-    """
+    """Slabs, their free ranges, and returned blocks that are kept whole. Not thread-safe."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
         self._slabs: dict[int, torch.Tensor] = {}
         self._next_slab = 0
         self._free = FreeRanges()
-        self._kept: dict[int, list[HostBuffer]] = {}
+        self._kept: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         self.held_bytes = 0
 
     @property
@@ -233,7 +209,6 @@ class Blocks:
         return self._free.total_bytes
 
     def add_slab(self, slab: torch.Tensor) -> None:
-        """Cut blocks out of ``slab`` (uint8, shape (bytes,)) too."""
         size_bytes = slab.numel()
         self._slabs[self._next_slab] = slab
         self._free.add(Range(self._next_slab, 0, size_bytes))
@@ -242,18 +217,12 @@ class Blocks:
 
     def keep(self, buffer: HostBuffer) -> None:
         """Take a block back; the next request of its size gets it unchanged."""
-        stack = self._kept.get(buffer.size_bytes)
-        if stack is None:
-            self._kept[buffer.size_bytes] = [buffer]
-        else:
-            stack.append(buffer)
+        self._kept[buffer.size_bytes].append(buffer)
 
     def take(self, size_bytes: int, least_bytes: int) -> HostBuffer | None:
-        """Return a block, or ``None`` if no free range is large enough.
+        """Return a block, or ``None`` if there is none.
 
-        Args:
-            size_bytes: size of the block.
-            least_bytes: smallest range to use if several make up the block; the last may be smaller.
+        ``least_bytes``: smallest range to use if several make up the block; the last may be smaller.
         """
         stack = self._kept.get(size_bytes)
         if stack:
@@ -314,22 +283,11 @@ class SlabSource(Protocol):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Return host memory: uint8, shape (size_bytes,).
 
-        Raises:
-            RuntimeError, MemoryError, OSError: there is none.
+        Raises `RuntimeError`, `MemoryError` or `OSError` if there is none.
         """
 
     def free(self, slab: torch.Tensor) -> None:
         """Take back what `allocate` returned; the caller drops its references."""
-
-
-class Cudart(Protocol):
-    """The functions used of ``torch.cuda.cudart()``, which on ROCm is HIP's runtime under the same names."""
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
-        """Page-lock memory."""
-
-    def cudaHostUnregister(self, pointer: int) -> Any:
-        """Unlock memory."""
 
 
 class PageableSlabs:
@@ -338,11 +296,10 @@ class PageableSlabs:
     pinned = False
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory: uint8, shape (size_bytes,)."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def free(self, slab: torch.Tensor) -> None:
-        """Take back what `allocate` returned; the caller drops its references."""
+        """Do nothing: the memory goes with the last reference."""
 
 
 class PinnedSlabs:
@@ -355,7 +312,8 @@ class PinnedSlabs:
     Args:
         device: the accelerator.
         cpus: processors next to it; threads there touch new memory first. Empty: any processor.
-        cudart: functions that lock memory, by default torch's own.
+        cudart: has ``cudaHostRegister(pointer, size, flags)`` and ``cudaHostUnregister(pointer)``, by default
+            ``torch.cuda.cudart()`` (on ROCm HIP's runtime under the same names).
         synchronize: waits until the device has nothing more to do; called before memory is unlocked, because
             a copy whose graph is gone may still be under way. By default torch's own.
 
@@ -367,7 +325,7 @@ class PinnedSlabs:
         self,
         device: torch.device,
         cpus: frozenset[int] = frozenset(),
-        cudart: Cudart | None = None,
+        cudart: Any = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
         self.pinned = True
@@ -378,26 +336,24 @@ class PinnedSlabs:
         self._locked: set[int] = set()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory: uint8, shape (size_bytes,)."""
         if self.pinned and self._cudart is None:
             return self._from_torch(size_bytes)
         slab = mapped(size_bytes)
-        if self._cudart is not None and self.pinned:
-            self._lock(slab, self._cudart)
+        if self.pinned:
+            self._lock(slab)
         return slab
 
     def free(self, slab: torch.Tensor) -> None:
-        """Take back what `allocate` returned; the caller drops its references. Waits for the device first."""
         self._synchronize()
         pointer = slab.data_ptr()
-        if pointer in self._locked and self._cudart is not None:
+        if pointer in self._locked:
             self._locked.discard(pointer)
             with self._on_device():
                 code = int(self._cudart.cudaHostUnregister(pointer))
             if code != 0:
                 logger.warning("Could not unlock %d bytes of host memory (error %d).", slab.numel(), code)
 
-    def _lock(self, slab: torch.Tensor, cudart: Cudart) -> None:
+    def _lock(self, slab: torch.Tensor) -> None:
         """Touch the pages, then lock them.
 
         It uses threads of its own: a failed call leaves its error code as the *thread's* last error, and the
@@ -407,7 +363,7 @@ class PinnedSlabs:
         with ThreadPoolExecutor(threads, thread_name_prefix="actswap-pinning") as pool:
             starts = range(0, slab.numel(), _CHUNK_BYTES)
             list(pool.map(partial(self._touch, slab), starts))
-            problem = pool.submit(self._register, slab, cudart).result()
+            problem = pool.submit(self._register, slab).result()
         if problem:
             self._no_more(problem)
         else:
@@ -417,11 +373,11 @@ class PinnedSlabs:
         with bound_to(self._cpus):  # ctypes frees the interpreter's lock meanwhile
             ctypes.memset(slab.data_ptr() + start, 0, min(_CHUNK_BYTES, slab.numel() - start))
 
-    def _register(self, slab: torch.Tensor, cudart: Cudart) -> str:
+    def _register(self, slab: torch.Tensor) -> str:
         """Lock ``slab``; return what went wrong, or an empty string."""
         try:
             with self._on_device(), bound_to(self._cpus):
-                code = int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+                code = int(self._cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
         except RuntimeError as error:
             return _first_line(error)
         return f"cudaHostRegister failed with error {code}" if code != 0 else ""
@@ -472,10 +428,8 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-__all__ = ["HostBuffer", "HostPool"]
-
-
 MIB = 2**20
+PINNED_SLAB_BYTES = 256 * MIB
 _SLAB_STEP_BYTES = 2 * MIB
 """Slabs larger than usual are multiples of it: a huge page."""
 _LEAST_PIECE_BYTES = MIB
@@ -506,12 +460,13 @@ class HostPool:
         self,
         source: SlabSource,
         cap_bytes: int | None = None,
-        slab_bytes: int = 256 * MIB,
+        slab_bytes: int = PINNED_SLAB_BYTES,
         progress: Callable[[int, int], None] | None = None,
         room: Callable[[], int] | None = None,
         piece_bytes: int = 256 * MIB,
     ) -> None:
         self._source, self._cap_bytes, self._slab_bytes = source, cap_bytes, slab_bytes
+        self._step_bytes = min(_SLAB_STEP_BYTES, slab_bytes)
         self._progress, self._room = progress, room
         self._blocks = Blocks(piece_bytes)
         self._returned: deque[HostBuffer] = deque()
@@ -550,10 +505,7 @@ class HostPool:
         return self._blocks.held_bytes
 
     def take(self, size_bytes: int) -> HostBuffer | None:
-        """Return a block of ``size_bytes``.
-
-        ``None`` if the cap would be passed, the machine has no more memory, or the pool is closed.
-        """
+        """Return a block; ``None`` if the cap or the machine's memory is too small, or the pool closed."""
         with self._lock:
             buffer = self._take(size_bytes)
         if self._closed:
@@ -572,10 +524,10 @@ class HostPool:
         Returns at once. A `take` that finds no free memory meanwhile waits for the next slab. A second call
         raises the goal of a reservation that is running.
         """
-        cap = self._cap_bytes
-        goal = total_bytes if cap is None else min(total_bytes, cap)
         if self._closed:
             return
+        cap = self._cap_bytes
+        goal = total_bytes if cap is None else min(total_bytes, cap)
         with self._lock:
             self._target_bytes = max(self._target_bytes, goal) if self._reserving else goal
             if self._reserving or self.held_bytes >= goal:
@@ -585,9 +537,7 @@ class HostPool:
             self._thread, self._reserving, self._failure = thread, True, None
 
     def wait_reserved(self) -> None:
-        """Wait until the reservation has ended; raise what it raised. `held_bytes` is below the goal if there
-        was not enough memory.
-        """
+        """Wait until the reservation has ended, with or without enough memory; raise what it raised."""
         if self._thread is not None:
             self._thread.join()
         failure, self._failure = self._failure, None
@@ -659,8 +609,7 @@ class HostPool:
         """Allocate a slab, unless ``size_bytes`` would not fit even then; return whether it did."""
         want = self._slab_bytes
         if size_bytes > want:
-            step = min(_SLAB_STEP_BYTES, self._slab_bytes)
-            want = -(-size_bytes // step) * step
+            want = -(-size_bytes // self._step_bytes) * self._step_bytes
         want = self._allowed(want)
         if want <= 0 or self._blocks.free_bytes + want < size_bytes:
             return False
@@ -681,7 +630,6 @@ class HostPool:
         return slab
 
     def _allowed(self, want_bytes: int) -> int:
-        """Return as much of ``want_bytes`` as the cap and the machine allow."""
         if self._cap_bytes is not None:
             want_bytes = min(want_bytes, self._cap_bytes - self.held_bytes)
         if self._room is not None and want_bytes > 0:
@@ -713,8 +661,7 @@ class HostPool:
         """Return the size of the next slab to reserve; 0 after ending the reservation, if none is left."""
         with self._lock:
             left = self._target_bytes - self.held_bytes
-            step = min(_SLAB_STEP_BYTES, self._slab_bytes)
-            size_bytes = 0
+            step, size_bytes = self._step_bytes, 0
             # At exit the interpreter waits for this thread; one that is killed inside PyTorch would abort.
             if left > 0 and not self._closed and threading.main_thread().is_alive():
                 size_bytes = max(0, self._allowed(min(self._slab_bytes, -(-left // step) * step)))

@@ -23,21 +23,20 @@ from .transfer import CopyListener, Transfer, WatchedTransfer, profiler_is_on, t
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Objects that a plan is given to work with; those that are not given are made when they are needed.
+    """Objects that a plan is given to work with; others are made when they are needed.
 
     Args:
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        pack_handler: makes the tickets of tensors that stay on the device
-            (`EvictableTensors.keep`), under a plan without rows too. Every op is then followed at every step.
-            It is not called for tensors that whole-layer recomputation saves again in backward, nor for
-            tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
+        pack_handler: makes the tickets of tensors that stay on the device (`EvictableTensors.keep`), under a
+            plan without rows too. Every op is then followed at every step. It does not see tensors that
+            whole-layer recomputation saves again in backward, nor those that recomputed ops rebuild.
+            ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
-        weights: the model's frozen weights on the host, whose copies share the plan's transfer; ``None``: all
-            weights stay.
         passes: order of the passes of a pipeline stage, so that windows can reach into other passes;
             ``None``: each forward and its backward are treated alone.
+        weights: the model's frozen weights on the host, whose copies share the plan's transfer.
     """
 
     transfer: Transfer | None = None
@@ -55,17 +54,11 @@ class PlanRuntime:
     Each is made when a forward first needs it, on the device that the model is on by then.
 
     Args:
-        root: the model inside its wrappers.
-        plan: the plan that is applied.
-        fates: the plan's action for each op.
-        counters: where the engine counts what it does under the plan.
-        resources: objects that the plan is given.
         adjusted: called with the adjustments that measurement has led to.
 
     Attributes:
-        counters: as given.
-        host: the host memory.
         context: what all forwards share; ``None`` before the first forward.
+        listener: receives the copies of forwards that start from now on, and of their backward.
     """
 
     def __init__(
@@ -78,26 +71,19 @@ class PlanRuntime:
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
-        self._resources, self._pack_handler = resources, resources.pack_handler
+        self._resources, self._pack_handler, self.passes = resources, resources.pack_handler, resources.passes
         self._adjusted = adjusted
         self.host = HostMemory(plan) if resources.host is None else resources.host
         self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
-        """Receives the copies of forwards that start from now on, and of their backward; may be ``None``."""
 
     @property
     def evictable(self) -> bool:
         """Whether tensors that stay can be evicted at present."""
         return self._pack_handler is not None
 
-    @property
-    def passes(self) -> PassOrder | None:
-        """Order of the passes of a pipeline stage; ``None``: there is no pipeline."""
-        return self._resources.passes
-
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
-        """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler
         if self.context is not None:
             self.context = replace(self.context, pack_handler=pack_handler)
@@ -124,8 +110,7 @@ class PlanRuntime:
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
             given = transfer, pool, self.counters, self._pending_bytes, self._adjusted
-            passes = self._resources.passes
-            auto = AutoWindows(*given) if passes is None else StageWindows(*given, passes)
+            auto = AutoWindows(*given) if self.passes is None else StageWindows(*given, self.passes)
         self.context = ForwardContext(
             self._fates,
             pool,
@@ -135,7 +120,7 @@ class PlanRuntime:
             self._plan.min_tensor_bytes,
             auto,
             self._pack_handler,
-            self._resources.passes,
+            self.passes,
         )
         return self.context, True
 
@@ -156,7 +141,6 @@ class PlanRuntime:
         return self._resources.transfer or transfer_of(self.device())
 
     def pool(self, transfer: Transfer) -> HostPool:
-        """Return the host memory for copies by ``transfer`` from the present device."""
         return self.host.pool(self.device(), transfer.overlaps, self._resources.progress)
 
     def stats(self) -> SwapStats:
@@ -169,13 +153,9 @@ class PlanRuntime:
             self.host.close()
 
     def unbind(self) -> None:
-        """Let the thread run where it could before."""
         self.host.unbind()
 
     def _pending_bytes(self) -> int:
         """Return the bytes of gradients that the first backward will allocate."""
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in self._root.parameters()
-            if parameter.requires_grad and parameter.grad is None
-        )
+        trained = (parameter for parameter in self._root.parameters() if parameter.requires_grad)
+        return sum(parameter.nbytes for parameter in trained if parameter.grad is None)

@@ -1,7 +1,7 @@
 """Recomputation: a region runs again in backward, and hooks collect the tensors that it saves.
 
-A **region** is one call of a module or of a function. Its saved tensors get `RegionTicket`s, numbered in
-the order in which autograd packed them. The first ticket that is read runs the region again with the same
+A **region** is one call of a module or of a function. Its saved tensors get `RegionTicket`s, numbered in the
+order in which autograd packed them. The first ticket that is read runs the region again with the same
 inputs, autocast state and random state, under hooks that catch the packed tensors by number; the run stops
 as soon as the last one needed is there. Each caught tensor is handed out once per backward and then
 dropped; a second backward (``retain_graph``) runs the region again.
@@ -13,31 +13,20 @@ step by step. A region is run again exactly as it ran, so gradients are bitwise 
 Layers that are recomputed whole use ``torch.utils.checkpoint`` instead (`hooks.checkpointed`). Its hooks are
 inside ours and take precedence, so a layer in which some op is excluded from recomputation is a region.
 
-Saved-tensor hooks of a recomputation: they hold the tensors that backward still needs, and no others.
+**Kept ops inside a region.** An op inside a recomputed module may be kept or swapped: an exclude key, a
+communication whose result is kept, a row of a plan. When the module runs again, such an op does not: its
+result is returned in its place. Inputs that it saved for backward are taken from its inputs in this run; all
+other tensors that it saved are kept or swapped, and not rebuilt by the region.
 
-Kept ops inside a recomputed region: when the region runs again, they do not run; their results are reused.
-
-Inside a recomputed module an op may be kept or swapped: an exclude key, a communication whose result is kept,
-a row of a plan. When the module runs again, such an op does not. Its result is returned in its place. Inputs
-that it saved for backward are taken from its inputs in this run; all other tensors that it saved are kept or
-swapped, and not rebuilt by the region.
-
-A kept *module* in which nothing is recomputed is skipped as a whole: nothing inside it runs, and only the
-module's own output is held. A kept *function* is skipped alone. The result of either is held if the region
-must rebuild something that comes after it, and only until that is rebuilt. A result that autograd saves
-anyway costs nothing; any other is held in addition, as in MindFormers (`saved_bytes.RecomputedModules`).
-
-An op may be several functions, as eager attention is: results that only its own functions read are not held.
+A kept *module* in which nothing is recomputed is skipped as a whole, and only its own output is held. A kept
+*function* is skipped alone. The result of either is held if the region must rebuild something that comes
+after it, and only until that is rebuilt. A result that autograd saves anyway costs nothing; any other is held
+in addition, as in MindFormers (`saved_bytes.RecomputedModules`). An op may be several functions, as eager
+attention is: results that only its own functions read are not held.
 
 If anything is not as it was in forward (how many tensors were saved so far, the shapes of the arguments, a
 result that was written since), the op runs again, and all others too if it cannot run alone. Gradients are
 never wrong; it only costs more. An op that returns a view always runs again: it has no result of its own.
-
-One call of an op that a region keeps: how its result comes back when the region runs again.
-
-A record of a call has: how many tensors the region had saved before it and after
-it, the geometry of its arguments, which tensors it saved that the region must rebuild (views of its
-arguments: all others that it saves are kept), what it returned, and the random state after it.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +51,7 @@ from ..plan.wrappers import is_compiled
 from .hook_wrappers import replace_forward
 from .replay import CalledModule, CallState, RandomState, random_state, same_random_state, set_random_state
 from .stats import Counters
-from .tickets import StaleTensorError, SwapGroup, Ticket, View, restore
+from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
 
 TicketOf = Callable[[torch.Tensor], Ticket]
@@ -80,38 +69,12 @@ _CONSTANTS = (int, float, bool, str, type(None))
 _Geometry = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
 
 
-class Catches(Protocol):
-    """Receives the saved tensors, in order, while a region runs again.
-
-    Attributes:
-        count: how many were saved so far; the number of the next one.
-    """
-
-    count: int
-
-    def pack(self, tensor: torch.Tensor) -> int:
-        """Take the next saved tensor; return its number."""
-
-
-@dataclass(frozen=True)
-class _ArgumentView:
-    """A saved tensor that is a view of argument ``at``; the view's offset counts from the argument's."""
-
-    at: int
-    view: View
-
-    def of(self, leaves: Sequence[Any]) -> torch.Tensor:
-        argument: torch.Tensor = leaves[self.at]
-        offset = int(argument.storage_offset()) + self.view.offset_bytes // argument.element_size()
-        return argument.detach().as_strided(self.view.shape, self.view.stride, offset)
-
-
 class Result:
     """One tensor that a kept call returned.
 
-    First it holds the tensor itself, because it is not known yet whether it is needed; then a ticket, or
-    nothing. If only functions of the same op read it (the scores of eager attention) it is *inner*: these do
-    not run again either, and get a tensor of its geometry on ``meta``.
+    It is held itself until it is known whether it is needed; then by a ticket, or not at all. If only
+    functions of the same op read it (the scores of eager attention) it is *inner*: these do not run again
+    either, and get a tensor of its geometry on ``meta``.
     """
 
     __slots__ = ("_outside", "_requires_grad", "_tensor", "_ticket", "_version", "_view", "inner", "written")
@@ -137,17 +100,16 @@ class Result:
             self.drop()
 
     def drop(self) -> None:
-        """Hold the tensor no longer."""
         self._ticket = self._tensor = None
 
     def read_inside(self) -> None:
-        """Note that another function of the same op has read it, which does not run again either."""
+        """Note that another function of the same op has read it."""
         if not self._outside:
             self.drop()
             self.inner = True
 
     def read_outside(self, tensor: torch.Tensor) -> None:
-        """Note that an op that may run again reads it, as ``tensor``, a view of the same storage."""
+        """Note that an op that may run again reads ``tensor``, which is on its storage."""
         if self.inner:
             offset = self._view.offset_bytes // self._view.dtype.itemsize
             self._tensor = tensor.detach().as_strided(self._view.shape, self._view.stride, offset)
@@ -169,31 +131,31 @@ class KeptCall:
     """The record of one call of a kept function or module; made when the call begins.
 
     Args:
-        arguments: tree of its arguments.
         first_pack: how many tensors the region has saved before it.
-        device: where it computes.
         random: whether it may draw random numbers.
+
+    Attributes:
+        returned_only_views: whether it has returned nothing but views of its arguments.
+        after: how many tensors the region has saved when it returns.
+        functions: how often each function was called inside it.
     """
 
     def __init__(self, arguments: Any, first_pack: int, device: torch.device, random: bool) -> None:
         self._leaves = tree_leaves(arguments)
         self._geometry = [_geometry(leaf) for leaf in self._leaves]
-        self._first_pack = first_pack
+        self._first_pack = self.after = first_pack
         self._device = device
         self._random: RandomState | None = random_state(device) if random else None
         self._repeatable = not any(isinstance(leaf, torch.Generator) for leaf in self._leaves)
-        self._shown: dict[int, _ArgumentView] = {}
+        # Saved tensors that the region must rebuild: argument, and view of it (offset from the argument's).
+        self._shown: dict[int, tuple[int, View]] = {}
         self._returned: list[Any] = []
         self._spec: TreeSpec | None = None
         self.returned_only_views = False
-        """Whether it has returned nothing but views of its arguments."""
-        self.after = first_pack
-        """How many tensors the region has saved when it returns."""
         self.functions: Counter[str] = Counter()
-        """How often each function was called inside it."""
 
     def saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Record that it saves tensor ``index``, which the region must rebuild, as a view of an argument."""
+        """Record that it saves tensor ``index``, which the region must rebuild."""
         key, view = storage_key(tensor), View.of(tensor)
         start, stop = view.range_bytes
         for at, leaf in enumerate(self._leaves):
@@ -202,9 +164,7 @@ class KeptCall:
             whole = View.of(leaf)
             first, last = whole.range_bytes
             if first <= start and stop <= last:
-                self._shown[index] = _ArgumentView(
-                    at, view._replace(offset_bytes=view.offset_bytes - whole.offset_bytes)
-                )
+                self._shown[index] = at, view._replace(offset_bytes=view.offset_bytes - whole.offset_bytes)
                 return
         self._repeatable = False  # it saved a tensor that is no view of an argument
 
@@ -232,14 +192,12 @@ class KeptCall:
 
     @property
     def results(self) -> list[Result]:
-        """The tensors that it returned."""
         return [item for item in self._returned if isinstance(item, Result)]
 
-    def again(self, arguments: Any, catcher: Catches) -> Any:
+    def again(self, arguments: Any, catcher: Catcher) -> Any:
         """Return the recorded result and pass the saved tensors to ``catcher``; or return `RUN`.
 
-        Raises:
-            ReplayMismatch: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
+        `ReplayMismatch`: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
         """
         leaves = tree_leaves(arguments)
         if catcher.count != self._first_pack or [_geometry(leaf) for leaf in leaves] != self._geometry:
@@ -250,9 +208,10 @@ class KeptCall:
             returned = [item.again() if isinstance(item, Result) else item for item in self._returned]
         except StaleTensorError:
             return _run(leaves)
-        for index, shown in sorted(self._shown.items()):
+        for index, (at, view) in sorted(self._shown.items()):
+            offset = leaves[at].storage_offset() + view.offset_bytes // view.dtype.itemsize
             catcher.count = index
-            catcher.pack(shown.of(leaves))
+            catcher.pack(leaves[at].detach().as_strided(view.shape, view.stride, offset))
         catcher.count = self.after
         wanted = zip(self._returned, returned, strict=True)
         if self._spec is None or any(isinstance(item, Result) and found is None for item, found in wanted):
@@ -276,17 +235,12 @@ def _geometry(leaf: Any) -> _Geometry | None:
 
 
 _Functions = dict[tuple[str, int], KeptCall]
-"""By name of the function and number of its call in the region."""
 _Modules = dict[tuple[nn.Module, int], KeptCall]
+"""By function or module, and number of its call in the region."""
 
 
 class KeptResults:
-    """Records the calls of kept ops in one region, and returns their results when it runs again.
-
-    Args:
-        ticket_of: makes the ticket of a result, by the fate of the op that produced it.
-        device: where the region computes.
-    """
+    """Records the calls of kept ops in one region, and returns their results when it runs again."""
 
     def __init__(self, ticket_of: TicketOf, device: torch.device) -> None:
         self._ticket_of: TicketOf | None = ticket_of
@@ -306,14 +260,9 @@ class KeptResults:
         return bool(self._functions or self._modules)
 
     def on_call(self, name: str, path: str, arguments: Any, packs: int, kept: bool, random: bool) -> None:
-        """Note that a function is called in the region.
+        """Note that a function is called in the region, which has saved ``packs`` tensors so far.
 
-        Args:
-            name, path: name of the function, and op path.
-            arguments: tree of its arguments.
-            packs: how many tensors the region has saved so far.
-            kept: whether its op is not recomputed.
-            random: whether it may draw random numbers.
+        Its op, at ``path``, may be ``kept``, that is not recomputed; ``random``: it may draw random numbers.
         """
         self._seen[name] += 1
         # In a module that is skipped as a whole only communications are held, in case it must run after all.
@@ -350,7 +299,6 @@ class KeptResults:
         self._module = module, call, self._seen.copy()
 
     def on_module_return(self, module: nn.Module, output: Any, packs: int) -> None:
-        """Note that a module has returned ``output``."""
         if self._module is None or self._module[0] is not module:
             return
         (_, call, before), self._module = self._module, None
@@ -395,9 +343,7 @@ class KeptResults:
                     result.drop()
 
     def _has(self, call: KeptCall, value: Any, path: str) -> None:
-        """Remember the results of a call, by storage."""
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        for result, tensor in zip(call.results, tensors, strict=True):
+        for result, tensor in zip(call.results, tensors_in(value), strict=True):
             self._unheld.append(result)
             key = storage_key(tensor)
             if key is not None:
@@ -423,7 +369,7 @@ class KeptResults:
         result.read_outside(tensor)
 
     @contextmanager
-    def replayed(self, catcher: Catches) -> Iterator[None]:
+    def replayed(self, catcher: Catcher) -> Iterator[None]:
         """Within the block, in which the region runs again, calls of kept ops return their results."""
         with ExitStack() as stack:
             if self:
@@ -436,7 +382,7 @@ class KeptResults:
 class _Replay(TorchFunctionMode):
     """Function mode that returns recorded results while a region runs again."""
 
-    def __init__(self, functions: _Functions, modules: _Modules, catcher: Catches) -> None:
+    def __init__(self, functions: _Functions, modules: _Modules, catcher: Catcher) -> None:
         super().__init__()
         self._functions, self._modules, self._catcher = functions, modules, catcher
         self._seen: Counter[str] = Counter()
@@ -479,21 +425,6 @@ class AllCaught(Exception):
     """Raised to end a recomputation early, once all needed tensors are there."""
 
 
-class Kept:
-    """A rebuilt tensor, with the version that it had when it was rebuilt."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor. Raises `StaleTensorError` if the backward of another op wrote into it."""
-        if self._tensor._version != self._version:
-            raise StaleTensorError(self._tensor.shape, self._version, self._tensor._version)
-        return self._tensor
-
-
 class Catcher:
     """Saved-tensor hooks of one recomputation. They number the saved tensors and hold those in ``expected``.
 
@@ -514,13 +445,12 @@ class Catcher:
                     f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
                     f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
                 )
-            self.caught[index] = Kept(tensor.detach())
+            self.caught[index] = keep(tensor.detach())
             if self._early and len(self.caught) == len(self._expected):
                 raise AllCaught
         return index
 
     def complete(self) -> dict[int, Kept]:
-        """Return what was caught. Raises `RecomputeError` if something is missing."""
         if missing := [index for index in self._expected if index not in self.caught]:
             raise RecomputeError(
                 f"{self._name}: run again, it saved {self.count} tensors and not number {missing[0]}; "
@@ -538,13 +468,9 @@ class Region:
     """One call of a module or function that can be run again.
 
     Args:
-        name: name in messages.
-        run: the module or function.
-        args, kwargs: arguments of the call; tensors among them are held by tickets.
-        ticket_of: makes the ticket for an input.
-        counters: where runs are counted.
+        ticket_of: makes the ticket of a tensor that the region reads.
         random: whether the random state must be restored.
-        keeps: whether ops inside are kept or swapped, so that they are not run again (`recompute`).
+        keeps: whether ops inside are kept or swapped, so that they are not run again.
         called: what the call reads beside its arguments; ``None``: nothing (a function).
     """
 
@@ -554,7 +480,7 @@ class Region:
         run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        ticket_of: Callable[[torch.Tensor], Ticket],
+        ticket_of: TicketOf,
         counters: Counters,
         random: bool,
         keeps: bool = False,
@@ -566,7 +492,8 @@ class Region:
         self._counters = counters
         leaves, self._spec = tree_flatten((args, kwargs))
         self.leaves = [
-            Input(ticket_of(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            _Input(ticket_of(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
         ]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         self.state = CallState(device, random, leaves)
@@ -585,12 +512,10 @@ class Region:
         return RegionTicket(self, index)
 
     def close(self) -> None:
-        """Note that the call has ended."""
         if self.kept is not None:
             self.kept.close()
 
     def returned(self, position: int, tensor: torch.Tensor) -> None:
-        """Note that the call returned ``tensor``, at ``position`` among the tensors that it returned."""
         self._versions[position] = tensor._version
 
     def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
@@ -604,10 +529,9 @@ class Region:
         return OutputTicket(self, position, View.of(tensor))
 
     def take_saved(self, index: int) -> torch.Tensor:
-        """Return saved tensor ``index``, running the region again if it must."""
         if index not in self._caught:
             self._run_again(outputs=False)
-        return self._caught.pop(index).tensor()
+        return restore(self._caught.pop(index))
 
     def leave_saved(self, index: int) -> None:
         """Note that saved tensor ``index`` will not be read any more."""
@@ -617,40 +541,31 @@ class Region:
             self.kept.drop_after(max(self.expected, default=-1))
 
     def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
-        """Return output ``position``, running the region again if it must. The last consumer drops it."""
+        """Return output ``position``; the last consumer drops it."""
         output = self._outputs[position]
         if output.kept is None:
             self._run_again(outputs=True)
         if output.kept is None:
             raise RecomputeError(f"{self.name}: run again, it did not return tensor {position}")
-        tensor = output.kept.tensor()
+        tensor = restore(output.kept)
         output.read_by(ticket)
         return tensor
 
     def leave_output(self, position: int, ticket: OutputTicket) -> None:
-        """Note that a consumer of output ``position`` was freed."""
         output = self._outputs[position]
         output.tickets -= 1
         output.read_by(ticket)
         if not output.tickets:
             del self._outputs[position]
 
-    def call(self, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-        """Call ``function`` as the region was called, with other ``leaves`` of its arguments."""
-        args, kwargs = tree_unflatten(list(leaves), self._spec)
-        return function(*args, **kwargs)
-
-    def rebuilt_as(self, caught: Mapping[int, Kept], outputs: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of a new run, for tickets to read them."""
-        self._counters.recomputes += 1
-        self._caught.update(caught)
-        for position, output in self._outputs.items():
-            if output.kept is None and position < len(outputs):
-                output.rebuilt(outputs[position].detach())
-
     def _inputs(self) -> list[Any]:
         try:
-            return [leaf.tensor() if isinstance(leaf, Input) else leaf for leaf in self.leaves]
+            return [
+                restore(leaf.ticket).detach().requires_grad_(leaf.requires_grad)
+                if isinstance(leaf, _Input)
+                else leaf
+                for leaf in self.leaves
+            ]
         except StaleTensorError as error:
             raise RecomputeError(
                 f"{self.name}: a tensor that it was called with was written in place afterwards, so it "
@@ -658,19 +573,20 @@ class Region:
             ) from error
 
     def _run_again(self, outputs: bool) -> None:
-        if not profiler_is_on():
-            self._run_again_unnamed(outputs)
-            return
-        with profiler_range("recompute", self.name.replace(".", " ", 1)):
-            self._run_again_unnamed(outputs)
-
-    def _run_again_unnamed(self, outputs: bool) -> None:
-        leaves = self._inputs()
-        try:
-            caught, result = self._run(leaves, outputs, self.kept)
-        except ReplayMismatch:
-            caught, result = self._run(leaves, outputs, None)
-        self.rebuilt_as(caught, tensors_in(result))
+        named = profiler_is_on()
+        with profiler_range("recompute", self.name.replace(".", " ", 1)) if named else nullcontext():
+            leaves = self._inputs()
+            try:
+                caught, result = self._run(leaves, outputs, self.kept)
+            except ReplayMismatch:
+                caught, result = self._run(leaves, outputs, None)
+        self._counters.recomputes += 1
+        self._caught.update(caught)
+        returned = tensors_in(result)
+        for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
+            if output.kept is None and position < len(returned):
+                output.kept, output.unread = keep(returned[position].detach()), output.tickets
+                output.runs += 1
 
     def _run(self, leaves: list[Any], outputs: bool, kept: KeptResults | None) -> tuple[dict[int, Kept], Any]:
         catcher = Catcher(self.name, dict(self.expected), early=not (outputs or self._outputs))
@@ -682,7 +598,8 @@ class Region:
             torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack),
         ):
             try:
-                result = self.call(self.function, leaves)
+                args, kwargs = tree_unflatten(leaves, self._spec)
+                result = self.function(*args, **kwargs)
             except AllCaught:
                 result = None
         return catcher.complete(), result
@@ -697,10 +614,6 @@ class _Output:
     runs: int = 0
     unread: int = 0
 
-    def rebuilt(self, tensor: torch.Tensor) -> None:
-        self.kept, self.unread = Kept(tensor), self.tickets
-        self.runs += 1
-
     def read_by(self, ticket: OutputTicket) -> None:
         """Note that ``ticket`` has read it, or will never read it."""
         if self.kept is None or ticket.has_read == self.runs:
@@ -711,16 +624,9 @@ class _Output:
             self.kept = None
 
 
-class Input:
-    """A tensor that a region was called with."""
-
-    __slots__ = ("requires_grad", "ticket")
-
-    def __init__(self, ticket: Ticket, tensor: torch.Tensor) -> None:
-        self.ticket, self.requires_grad = ticket, tensor.requires_grad
-
-    def tensor(self) -> torch.Tensor:
-        return restore(self.ticket).detach().requires_grad_(self.requires_grad)
+class _Input(NamedTuple):
+    ticket: Ticket
+    requires_grad: bool
 
 
 class RegionTicket:
@@ -732,7 +638,6 @@ class RegionTicket:
         self._region, self._index = region, index
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self._region.take_saved(self._index)
 
     def __del__(self) -> None:
@@ -740,20 +645,15 @@ class RegionTicket:
 
 
 class OutputTicket:
-    """The ticket of a view of a tensor that a recomputed function returned.
-
-    Attributes:
-        has_read: number of the run whose output it read last.
-    """
+    """The ticket of a view of a tensor that a recomputed function returned."""
 
     __slots__ = ("has_read", "position", "region", "view")
 
     def __init__(self, region: Region, position: int, view: View) -> None:
         self.region, self.position, self.view = region, position, view
-        self.has_read = 0
+        self.has_read = 0  # number of the run whose output it read last
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self.view.on(self.region.take_output(self.position, self), 0)
 
     def __del__(self) -> None:
@@ -761,5 +661,4 @@ class OutputTicket:
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """Return the tensors in the result of a call, in order."""
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -1,8 +1,6 @@
-"""Saves and restores the state in which a call is made, to run it again: autocast and random numbers.
+"""Saves and restores what a call reads beside its arguments, to run it again, and reads autograd's state.
 
-What a call of a module reads beside its arguments, and how it finds the same when it runs again.
-
-Between a forward and its backward a program may change what a module reads:
+Beside autocast and random numbers, a program may change between a forward and its backward:
 
 * **Weights** (an optimizer step too early). Autograd raises an error when it meets a saved tensor that was
   written in place. A module that runs again has saved none, so versions are compared here.
@@ -10,13 +8,11 @@ Between a forward and its backward a program may change what a module reads:
 * **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
   it was (prefix tuning; a call with ``use_cache``).
 
-What the engine reads of autograd's private state, all in one place.
-
-Verified on torch 2.11 to 2.13; `tests/engine/test_autograd_state.py` fails loudly if a release changes it.
-
-A node's *number* is its sequence number: autograd counts nodes per thread in order of creation and runs
-them in descending order. A saved tensor is packed while its node is being built, after the node has taken
-its number, so the counter is then one past it.
+All that the engine reads of autograd's private state is here. Verified on torch 2.11 to 2.13;
+`tests/engine/test_autograd_state.py` fails loudly if a release changes it. A node's *number* is its sequence
+number: autograd counts nodes per thread in order of creation and runs them in descending order. A saved
+tensor is packed while its node is being built, after the node has taken its number, so the counter is then
+one past it.
 """
 
 from __future__ import annotations
@@ -80,13 +76,11 @@ def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
 
 
 def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
-    """Whether ``mode`` is the innermost function mode of this thread."""
     stack = _get_current_function_mode_stack()
     return bool(stack) and stack[-1] is mode
 
 
 _CPU = torch.device("cpu")
-_AutocastState = tuple[str, bool, torch.dtype, bool]
 
 RandomState = dict[torch.device, torch.Tensor]
 """State of the default generators, by device."""
@@ -96,29 +90,28 @@ class CallState:
     """The autocast and random state in which a call is made.
 
     Args:
-        device: where the call computes.
         random: whether it may draw random numbers.
         values: its arguments as a flat list; the states of generators among them are saved too.
     """
 
     def __init__(self, device: torch.device, random: bool, values: Iterable[object]) -> None:
-        self._autocast = [_autocast_state(kind) for kind in sorted({"cpu", device.type})]
+        cached = torch.is_autocast_cache_enabled()
+        self._autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+            for kind in sorted({"cpu", device.type})
+        )
+        self._device = device
         self._random = random_state(device) if random else None
         self._generators = [
             (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
         ]
 
-    @property
-    def autocast(self) -> tuple[_AutocastState, ...]:
-        """(Device type, whether on, dtype, whether casts are cached) for each kind of device."""
-        return tuple(self._autocast)
-
     @contextmanager
     def autocast_restored(self) -> Iterator[None]:
         """Run under the autocast of this state."""
         with ExitStack() as stack:
-            for state in self._autocast:
-                stack.enter_context(_autocast(state))
+            for kind, enabled, dtype, cached in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
             yield
 
     @contextmanager
@@ -127,25 +120,12 @@ class CallState:
         with ExitStack() as stack:
             stack.enter_context(self.autocast_restored())
             if self._random is not None:
-                stack.enter_context(_replayed(self._random))
+                stack.callback(set_random_state, random_state(self._device))
+                set_random_state(self._random)
             for generator, before in self._generators:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(before)
             yield
-
-
-def _autocast_state(device_type: str) -> _AutocastState:
-    return (
-        device_type,
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def _autocast(state: _AutocastState) -> torch.autocast:
-    device_type, enabled, dtype, cache = state
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 def random_state(device: torch.device) -> RandomState:
@@ -157,7 +137,6 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(states: RandomState) -> None:
-    """Set the default generators to ``states``."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -170,26 +149,11 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     return all(torch.equal(state, other[device]) for device, state in one.items())
 
 
-@contextmanager
-def _replayed(states: RandomState) -> Iterator[None]:
-    """Run with the random state of the forward, and leave the present one as it was."""
-    present = {device: random_state(device)[device] for device in states}
-    try:
-        set_random_state(states)
-        yield
-    finally:
-        set_random_state(present)
-
-
-Place = Any
-"""A dict or list whose items are put back."""
-
-
 class CalledModule:
     """One call of a module that will run again.
 
     Args:
-        name: name of the module in messages.
+        name: its name in messages.
         modules: the module and all modules inside it.
         values: what it is called with and no ticket holds: tensors, tuples of tensors, key-value caches.
     """
@@ -210,7 +174,7 @@ class CalledModule:
         for module in modules:
             if module._forward_pre_hooks:
                 self._hooks += (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-        caches: list[Place] = []
+        caches: list[Any] = []
         for value in values:
             if isinstance(value, torch.Tensor):
                 held.append(value)
@@ -330,11 +294,8 @@ class CheckpointedLayer:
     Its hooks do not see whether a layer writes into what it has saved, which autograd would reject. That is a
     fault of the layer's code, so the first run in backward shows it: in this run versions are compared.
 
-    Args:
-        name: name of the layer in messages.
-        layer: the layer.
-
     Attributes:
+        name: name of the layer in messages.
         shown: whether a run has shown that the layer does not do so.
     """
 
@@ -348,12 +309,7 @@ class CheckpointedLayer:
 
 
 class CheckpointedCall:
-    """The context in which one call of a layer runs again; with ``retain_graph`` it is entered several times.
-
-    Args:
-        layer: the layer.
-        called: the call.
-    """
+    """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
     __slots__ = ("_called", "_entered", "_layer")
 
@@ -395,8 +351,8 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _places_in(cache: Any) -> Iterator[Place]:
-    """Yield what a cache holds its tensors in: its attributes, its list of layers, and theirs."""
+def _places_in(cache: Any) -> Iterator[Any]:
+    """Yield the dicts and lists in which a cache holds its tensors: its own, and those of its layers."""
     yield vars(cache)
     for value in vars(cache).values():
         if isinstance(value, dict):

@@ -1,22 +1,20 @@
 """The storages that one forward swaps: each is copied out once, released when due, listed for backward.
 
-Layers that are recomputed whole: backward needs their inputs at their last operator, not at their first.
-
-``torch.utils.checkpoint`` saves the arguments of a layer before the layer runs. Backward reads them at the
-first of the layer's nodes that it reaches and that saved something inside. Only the checkpoint can say which
-node that is; it is near the end. So prefetching treats a checkpointed layer as one moment, its last
+**Layers that are recomputed whole.** Backward needs their inputs at their last operator, not at their first:
+``torch.utils.checkpoint`` saves the arguments of a layer before the layer runs, and backward reads them at
+the first of the layer's nodes that it reaches and that saved something inside. Only the checkpoint can say
+which node that is; it is near the end. So prefetching treats a checkpointed layer as one moment, its last
 operator. Its nodes are counted as in any other layer, because forward builds them all.
 
 Backward calls our unpack hook once for such a layer. So in a stack of them a prefetch point lies inside a
 layer above, and the copy starts when backward enters that layer, before the layer runs again: at least ``p``
 operators and one layer ahead.
 
-Kept tensors that can be evicted from the device when memory has run out.
-
-A plan says beforehand what is swapped. Before there is a plan, in the planner's first steps, everything is
-kept, and when the device is full, **idle** tensors can be evicted: those that are saved for backward and held
-only by autograd. `EvictableTensors.keep` replaces `tickets.keep`, and `EvictableTensors.evict` moves the
-storages that backward will read last to the host, synchronously::
+**Kept tensors that can be evicted** when memory has run out. A plan says beforehand what is swapped. Before
+there is a plan, in the planner's first steps, everything is kept, and when the device is full, **idle**
+tensors can be evicted: those that are saved for backward and held only by autograd. `EvictableTensors.keep`
+replaces `tickets.keep`, and `EvictableTensors.evict` moves the storages that backward will read last to the
+host, synchronously::
 
     on device --evict--> host only --read--> block on the device --last reader, or evict--> host only
 
@@ -73,11 +71,10 @@ Checkpoint = Literal["forward", "call"]
 def checkpoint_of(
     module: nn.Module, layer: LayerStructure | None, ours: Container[Scope]
 ) -> Checkpoint | None:
-    """Return which part of a call that starts is checkpointed; ``None``: none, or the layer is compiled.
+    """Return which part of a call of ``module`` is checkpointed; ``None``: none, or the layer is compiled.
 
     Args:
-        module: the module that is called.
-        layer: its structure; ``None``: it is no decoder layer.
+        layer: structure of ``module``; ``None``: it is no decoder layer.
         ours: layers around whose forward the plan has put a checkpoint.
     """
     if layer is None or layer.compiled:
@@ -93,8 +90,10 @@ class CheckpointInputs:
     """Sets when backward needs the inputs of checkpointed layers: at the last operator of their layer.
 
     Args:
-        clock: counts the operators of the forward.
         hooks: operators at which tensors were saved; for checkpointed layers they become the layer's last.
+
+    Attributes:
+        listening: whether a tensor saved now may be such an input, as between scopes.
     """
 
     def __init__(self, clock: OperatorClock, hooks: list[int]) -> None:
@@ -104,10 +103,8 @@ class CheckpointInputs:
         self._first_node: int | None = None
         self._first_hook = 0
         self.listening = True
-        """Whether a tensor saved now may be such an input: between scopes, and in checkpointed layers."""
 
     def swapped(self, group: SwapGroup) -> None:
-        """Note a swapped storage that was saved."""
         self._groups.append(group)
 
     def chosen(self, key: Key, op: int) -> None:
@@ -115,7 +112,6 @@ class CheckpointInputs:
         self._keys.append((key, op))
 
     def start(self, checkpoint: Checkpoint | None) -> None:
-        """Start a scope; ``checkpoint``: the part of it that is checkpointed, if any."""
         self._first_node, self.listening = None, checkpoint is not None
         if checkpoint == "call":  # our hooks run inside: the checkpoint has saved its inputs at this operator
             now = self._clock.now()
@@ -142,7 +138,6 @@ class CheckpointInputs:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was saved until now."""
         self._groups, self._keys, self._first_hook = [], [], len(self._hooks)
 
 
@@ -176,9 +171,7 @@ class ForwardContext:
 class SwappedStorages:
     """Copies out the storages that one forward swaps, releases them when due, and lists them for backward.
 
-    Args:
-        context: what all forwards under one applied plan share.
-        inputs: is told of swapped storages that may be inputs of checkpointed layers.
+    ``inputs`` is told of swapped storages that may be inputs of checkpointed layers.
     """
 
     def __init__(self, context: ForwardContext, inputs: CheckpointInputs) -> None:
@@ -198,10 +191,8 @@ class SwappedStorages:
 
         Args:
             tensor: one that `rejects` does not reject.
-            place: its place.
-            windows: windows of the copy, if one starts now.
             op: operator that saves it.
-            asked: the plan's action for it.
+            asked: the plan's action for it; ``windows`` are those of the copy, if one starts now.
 
         Returns:
             ``None`` if there is no host memory, which is counted.
@@ -223,7 +214,6 @@ class SwappedStorages:
         Args:
             tensor: detached, of the dtype at ``place``.
             place: place of the tensor that was swapped when the step was recorded; ``None``: none was.
-            windows, op, asked: as of `ticket`.
         """
         if (  # without a call of `View.of`, for each swapped tensor of each step
             place is None
@@ -242,7 +232,6 @@ class SwappedStorages:
         return None if self.rejects(tensor) else self.ticket(tensor, Place.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
-        """Release the storages that are due at a hook at operator ``op``."""
         _release(self.releases.due(op))
 
     def end(self, backward: Backward) -> list[PrefetchRequest[Reference]]:
@@ -270,11 +259,6 @@ class SwappedStorages:
             self._inputs.swapped(group)
         return ticket
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is swapped already: a small view that stayed would hold it."""
-        group = self._known(tensor.untyped_storage())
-        return group is not None and group.covers(View.of(tensor), tensor._version)
-
     def _new_group(
         self,
         tensor: torch.Tensor,
@@ -292,19 +276,11 @@ class SwappedStorages:
             return None
         if self._name is not None:
             self._name((asked.scope, asked.op_path))
+        pool, transfer, counters = context.pool, context.transfer, context.counters
         try:
-            group = SwapGroup(
-                tensor,
-                place,
-                storage,
-                host,
-                context.pool,
-                context.transfer,
-                context.counters,
-                windows.prefetch_ops,
-            )
+            group = SwapGroup(tensor, place, storage, host, pool, transfer, counters, windows.prefetch_ops)
         except BaseException:
-            context.pool.give_back(host)
+            pool.give_back(host)
             raise
         reference = weakref.ref(group)
         self._groups[storage._cdata] = reference
@@ -313,7 +289,7 @@ class SwappedStorages:
         return group
 
     def rejects(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan swaps must stay on the device; if so, count it by reason."""
+        """Whether a tensor must stay on the device; if so, count it by reason."""
         reason = self.rejection(tensor)
         if reason is None:
             return False
@@ -327,8 +303,10 @@ class SwappedStorages:
         if reason is not None:
             return reason
         size_bytes = tensor.nbytes
-        if size_bytes < context.min_tensor_bytes and not self._moves(tensor):
-            return TOO_SMALL
+        if size_bytes < context.min_tensor_bytes:
+            group = self._known(tensor.untyped_storage())
+            if group is None or not group.covers(View.of(tensor), tensor._version):
+                return TOO_SMALL  # else it moves too: a small view that stayed would hold the storage
         return None if size_bytes else "empty"
 
 
@@ -372,7 +350,7 @@ class EvictableTensors:
     All methods may be called from any thread.
 
     Args:
-        device: device whose memory is short; tensors elsewhere stay where they are.
+        device: its memory is short; tensors elsewhere stay where they are.
         pool: host memory for evicted storages; if it is full they stay. ``None``: pageable memory.
         min_tensor_bytes: smaller storages stay.
 
@@ -380,7 +358,7 @@ class EvictableTensors:
         evictions, evicted_bytes: copies to the host so far, and their bytes.
         reloads: copies back so far.
         away_bytes: bytes that backward is still to read and that are not on the device now.
-        around_copies: makes a context in which a storage is copied out or back, for who measures time.
+        around_copies: makes a context for each copy out or back, for who measures time.
     """
 
     def __init__(
@@ -396,10 +374,9 @@ class EvictableTensors:
         self.around_copies: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def keep(self, tensor: torch.Tensor) -> Ticket:
-        """Make the ticket of a tensor that stays on the device until memory runs out.
+        """Make the ticket of a detached tensor that stays on the device until memory runs out.
 
-        Args:
-            tensor: detached; nothing else holds this tensor, but other tensors may share its storage.
+        Nothing else holds ``tensor``, but other tensors may share its storage.
         """
         if unmovable(tensor, self.device) is not None:
             return keep(tensor)
@@ -419,16 +396,12 @@ class EvictableTensors:
     def evict(self, wanted_bytes: int) -> int:
         """Free at least ``wanted_bytes`` of device memory, if so much is idle.
 
-        Storages that have a host copy already go first, then those that backward reads last.
-
-        Returns:
-            Bytes of the storages that were freed.
+        Storages that have a host copy already go first, then those that backward reads last. Returns the
+        bytes of the storages that were freed.
         """
         freed_bytes = 0
         with self._lock, _disable_current_modes():
-            alive = [
-                group for group in (found() for found in list(self._known.values())) if group is not None
-            ]
+            alive = self._alive()
             for group in alive:
                 if freed_bytes < wanted_bytes:
                     freed_bytes += group.drop_reloaded()
@@ -448,19 +421,14 @@ class EvictableTensors:
         return [group for group in found if group is not None]
 
     def forget(self, key: int, group: EvictableStorage) -> None:
-        """Note that the last ticket was freed. Also called by the garbage collector, so it takes no lock."""
+        """Note that the last ticket was freed. The garbage collector calls it too, so it takes no lock."""
         reference = self._known.get(key)
         if reference is not None and reference() in (None, group):
             self._known.pop(key, None)
 
 
 class EvictableStorage:
-    """One storage that can be evicted, with the tensors on it that tickets hold.
-
-    Args:
-        idle: the collection that it belongs to.
-        storage: the storage, on the device.
-    """
+    """One storage that can be evicted, with the tensors on it that tickets hold."""
 
     def __init__(self, idle: EvictableTensors, storage: torch.UntypedStorage) -> None:
         self._idle, self._device, self._size_bytes = idle, storage.device, storage.nbytes()
@@ -471,6 +439,7 @@ class EvictableStorage:
         self._host: HostBuffer | None = None
         self._pool: HostPool | None = None
         self._block: torch.Tensor | None = None
+        self._home: torch.Stream | None = None
         self._unread: set[int] = set()
         self._away = False
         self._key: Any = storage._weak_ref()  # keeps its address from being reused
@@ -482,7 +451,7 @@ class EvictableStorage:
         return number
 
     def leave(self, number: int) -> None:
-        """Note that a ticket was freed. Also called by the garbage collector, so it takes no lock."""
+        """Note that a ticket was freed. The garbage collector calls it too, so it takes no lock."""
         self._tensors.pop(number, None)
         self._views.pop(number, None)
         self._unread.discard(number)
@@ -490,7 +459,6 @@ class EvictableStorage:
             self._block = None
 
     def read(self, number: int) -> torch.Tensor:
-        """Return the tensor of a ticket. Raises `StaleTensorError` if it changed since it was saved."""
         tensor = self._tensors.get(number)
         if tensor is None:
             with self._idle._lock:
@@ -501,9 +469,9 @@ class EvictableStorage:
 
     def idle_bytes(self) -> int:
         """Bytes that `drop_reloaded` or `evict` would free now, host memory permitting."""
-        if self._block is not None:
-            return self._size_bytes if self._held_by(1, self._block) else 0
-        return self._size_bytes if self._is_idle() else 0
+        block = self._block
+        idle = self._is_idle() if block is None else self._held_by(1, block)
+        return self._size_bytes if idle else 0
 
     def drop_reloaded(self) -> int:
         """Free the block that was read back, unless it is in use; return the bytes freed."""
@@ -544,6 +512,9 @@ class EvictableStorage:
             block = self._reload()
         if block._version != 0:
             raise StaleTensorError(view.shape, 0, block._version)
+        reader = self._stream()
+        if reader is not None and reader != self._home:
+            block.record_stream(reader)  # its memory goes back to the stream that has reloaded it
         self._unread.discard(number)
         if not self._unread:
             self._block = None
@@ -558,10 +529,13 @@ class EvictableStorage:
             block = host.new_block(self._device)
             for part, target in host.pairs(block):
                 target.data.copy_(part)  # leaves the version as it is: the data is the same
-        self._block, self._unread = block, set(self._views)
+        self._block, self._unread, self._home = block, set(self._views), self._stream()
         self._goes_away(False)
         self._idle.reloads += 1
         return block
+
+    def _stream(self) -> torch.Stream | None:
+        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
 
     def _goes_away(self, away: bool) -> None:
         if away != self._away:
@@ -613,12 +587,7 @@ class EvictableStorage:
 
 
 class EvictableTicket:
-    """The ticket of a kept tensor that may have been evicted when backward needs it.
-
-    Args:
-        storage: the storage that the tensor is on.
-        number: number that `EvictableStorage.join` returned for the tensor.
-    """
+    """The ticket of a kept tensor that may have been evicted when backward needs it."""
 
     __slots__ = ("_number", "_storage")
 
@@ -626,7 +595,6 @@ class EvictableTicket:
         self._storage, self._number = storage, number
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
         return self._storage.read(self._number)
 
     def __del__(self) -> None:

@@ -1,8 +1,8 @@
 """Tickets: the objects that autograd holds instead of saved tensors.
 
-Autograd holds a ticket as long as its graph exists and reads the tensor from it once per backward. So a
-ticket's lifetime needs no counters: a branch that never runs backward, an exception in the middle of a step,
-a second forward before the first backward, and ``retain_graph`` work as they do without tickets.
+Autograd holds a ticket as long as its graph exists and reads the tensor from it once per backward. So
+lifetimes need no counters: a branch that never runs backward, an exception in the middle of a step, a second
+forward before the first backward, and ``retain_graph`` work as they do without tickets.
 
 A swapped storage has one `SwapGroup`. It is itself the ticket of the tensor that was saved first, for most
 storages are saved once; if the storage is saved again, that gets a `SwapTicket` on the group::
@@ -18,8 +18,6 @@ Backward runs in reverse, so the ticket that was made first is read last and fre
 
 Any pack hook turns autograd's version check off, so every ticket compares versions itself: kept tensors
 when they are read, swapped ones when they are released (until then the copy may be reading them).
-
-Views: what it takes to make a tensor again from the bytes of its storage.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class View(NamedTuple):
         return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
 
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
-        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
+        """Return this view of ``block``, which begins at byte ``start_bytes`` of the original storage.
 
         It shares the version counter of ``block``, so that a write through one view is seen by the readers
         of the others, as autograd has it. (An offset that the dtype does not divide cannot share it.)
@@ -80,11 +78,9 @@ class Place(NamedTuple):
     """Where a tensor is on its storage, and what moves with it if it is the first one saved of the storage.
 
     Args:
-        view: the tensor's view.
-        storage_bytes: size of the storage.
         range_bytes: first byte of the part of the storage that moves, and the byte after its last.
-        whole: the view, if the tensor is contiguous and all of its storage: then no views need be made of it,
-            nor of the tensor that comes back; else ``None``.
+        whole: the view, if the tensor is contiguous and all of its storage, else ``None``: then it need not
+            be viewed, nor the tensor that comes back.
     """
 
     view: View
@@ -104,8 +100,7 @@ class StaleTensorError(RuntimeError):
     """A tensor needed for backward was changed in place after it was saved; worded as autograd's error.
 
     Args:
-        shape: shape of the tensor.
-        saved, now: its version when it was saved, and its present one.
+        saved, now: version of the tensor when it was saved, and its present one.
         what: the tensor's name, or where it is read again; empty: not known.
     """
 
@@ -132,7 +127,6 @@ Ticket = Kept | RestorableTicket
 
 
 def keep(tensor: torch.Tensor) -> Kept:
-    """Make the ticket of a tensor that stays."""
     return tensor, tensor._version
 
 
@@ -164,16 +158,13 @@ class SwapGroup:
     It is also the ticket of ``source``.
 
     Args:
-        source: a detached tensor on the storage; dropped at release.
-        place: place of ``source`` on the storage.
-        storage: storage of ``source``.
-        host: host block that it is copied to; given back to ``pool`` at the end.
+        source: a detached tensor on ``storage``; dropped at release.
+        host: is given back to ``pool`` at the end.
         prefetch_ops: prefetch window, in operators.
     """
 
     __slots__ = (
         "__weakref__",
-        "_copy_in",
         "_copy_out",
         "_counters",
         "_fetched",
@@ -216,8 +207,7 @@ class SwapGroup:
         self._stale_version: int | None = None
         self._source: torch.Tensor | None = source
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
-        self._fetched: torch.Tensor | None = None
-        self._copy_in: Copy | None = None
+        self._fetched: tuple[torch.Tensor, Copy] | None = None
         if self.whole is None:
             source = _flat(source, *self.range_bytes)
         host.hold(source.dtype, source.shape)
@@ -246,26 +236,25 @@ class SwapGroup:
             self._stale_version = self._source._version
         self._source = None
 
-    def fetch(self, late: bool = False) -> None:
+    def fetch(self) -> None:
         """Start the copy back, unless the device still has the data."""
-        if self._fetched is not None or self._source is not None or self._stale_version is not None:
-            return
-        self._fetched, self._copy_in = self._transfer.reload(self._host, self._copy_out)
-        self._fetched_version = self._fetched._version
+        if self._fetched is None and self._source is None and self._stale_version is None:
+            self._reload()
+
+    def _reload(self) -> tuple[torch.Tensor, Copy]:
+        self._fetched = fetched = self._transfer.reload(self._host, self._copy_out)
+        self._fetched_version = fetched[0]._version
         self.fetches += 1
         self._unread = self._tickets
-        counters = self._counters
-        counters.prefetches += 1
-        counters.late_prefetches += late
-        counters.prefetched_bytes += self._host.size_bytes
+        self._counters.prefetches += 1
+        self._counters.prefetched_bytes += self._host.size_bytes
+        return fetched
 
     @property
     def group(self) -> SwapGroup:
-        """This group, as a `SwapTicket` has it."""
-        return self
+        return self  # as a `SwapTicket` has it
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor that was saved first. Raises `StaleTensorError`."""
         return self.read(self, self._view)
 
     def read(self, ticket: SwapTicket | SwapGroup, view: View) -> torch.Tensor:
@@ -277,9 +266,14 @@ class SwapGroup:
             raise StaleTensorError(self._view.shape, self.version, self._stale_version)
         if source is not None:
             return source if view is self.whole else view.on(source, 0)
-        if self._fetched is None:
-            self.fetch(late=True)
-        block = self._settled()
+        fetched = self._fetched
+        if fetched is None:
+            fetched = self._reload()
+            self._counters.late_prefetches += 1
+        block, copy = fetched
+        waited = copy.wait()  # each reader: it may run on a stream of its own
+        if waited is not None:
+            self._counters.stalled(waited)
         if block._version != self._fetched_version:
             raise StaleTensorError(view.shape, self._fetched_version, block._version)
         if view is self.whole and block.dtype is view.dtype and block.stride() == view.stride:
@@ -299,58 +293,37 @@ class SwapGroup:
         return self.fetches
 
     def leave(self, ticket: SwapTicket) -> None:
-        """Note that a ticket was freed."""
         self._tickets -= 1
         if self._fetched is not None and ticket.has_read != self.fetches:
             self._unread -= 1
             if not self._unread:
-                self._settled()
+                self._counters.stalled(self._fetched[1].wait())  # else it may still be written
                 self._fetched = None
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
         _free_weak_ref(self._storage)
         if hasattr(self, "_copy_out"):
-            if self._copy_in is not None:
-                self._copy_in.wait()
+            if self._fetched is not None:
+                self._fetched[1].wait()
             if self._source is not None:
                 self._copy_out.wait()
             self._transfer.host_reader_done(self._host)
             self._pool.give_back(self._host)
             self._counters.live_swaps -= 1
 
-    def _settled(self) -> torch.Tensor:
-        """Make compute wait for the copy back, before the block is read or dropped; return the block."""
-        if self._fetched is None:
-            raise RuntimeError("a swapped tensor has neither a device copy nor a copy on its way")
-        copy, self._copy_in = self._copy_in, None
-        if copy is not None:
-            waited = copy.wait()
-            if waited is not None:
-                self._counters.stalled(waited)
-        return self._fetched
-
 
 class SwapTicket:
-    """One more saved tensor on a swapped storage.
-
-    Args:
-        group: the swapped storage.
-        view: the saved tensor's view of the storage.
-
-    Attributes:
-        has_read: number of the fetch that it read last.
-    """
+    """One more saved tensor on a swapped storage."""
 
     __slots__ = ("__weakref__", "_view", "group", "has_read")
 
     def __init__(self, group: SwapGroup, view: View) -> None:
         self.group = group
         self._view = group.whole if group.whole == view else view
-        self.has_read = group.join()
+        self.has_read = group.join()  # number of the fetch that it read last
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, from the device copy that was prefetched. Raises `StaleTensorError`."""
         return self.group.read(self, self._view)
 
     def __del__(self) -> None:

@@ -1,20 +1,16 @@
 """Copies between device and host memory.
 
-The engine uses one interface, which two classes implement:
+`Transfer` is the interface. `StreamTransfer` is for any device of ``torch.accelerator``; `BlockingTransfer`
+for the CPU, where device and host are the same memory, each copy is complete when its call returns, and its
+duration is a stall.
 
-* `StreamTransfer`: any device of ``torch.accelerator``, two copy streams, events.
-* `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
-  call returns, and its duration is a stall: compute did wait.
-
-The contract of both: Between ``offload`` and ``wait`` on its copy the caller keeps the source alive and
+The contract of both: between ``offload`` and ``wait`` on its copy the caller keeps the source alive and
 unchanged; after ``wait`` it may drop the source (a stream orders the reuse of its memory behind the wait).
 Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block may be given
 back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is ordered after
 copies that still read it.
 
-Copies on two streams of their own, beside compute.
-
-Streams and lifetimes, for one device:
+**Streams and lifetimes**, for one device:
 
 * **Out.** The copy stream waits for an event recorded on the compute stream at ``offload``: everything
   that wrote the tensor was enqueued before. That is when autograd first saves the tensor, the earliest time
@@ -24,9 +20,9 @@ Streams and lifetimes, for one device:
   No ``record_stream`` (it defers reuse to a polled event and makes the peak depend on time), no
   ``resize_(0)`` (it breaks others that hold the storage).
 * **In.** The new block is allocated on the compute stream, whose pool holds what backward just freed. Its
-  previous owner's kernels may still be running there, so the copy-in stream waits for an event recorded on
-  the compute stream at allocation; and for the event of the copy out, so that it never reads an
-  unfinished host block.
+  previous owner's kernels may still run there, so the copy-in stream waits for an event recorded on the
+  compute stream at allocation; and for the event of the copy out, so that it never reads an unfinished host
+  block.
 * **Host blocks.** The out stream writes them, the in stream reads them. A block given back while the in
   stream still reads it carries the event of that read (``last_use``); the next offload into it waits, and
   the pool synchronizes with it before it cuts the block up for others. A block whose graph died before any
@@ -35,39 +31,39 @@ Streams and lifetimes, for one device:
 * **A reload for which nothing waited** (its graph was freed): its block would go back to the compute pool
   while the in stream still writes it, so the code that drops it calls ``wait`` first.
 * **Which streams wait.** Memory goes back to the pool of the stream that was current when it was allocated.
-  That need not be the stream that is current when a copy is waited for: a graph in a reference cycle is freed
+  That need not be the one that is current when a copy is waited for: a graph in a reference cycle is freed
   by the garbage collector, which runs at any allocation, also while a copy stream is current; and parts of a
   model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
-  one), and the current one too. A block that is read on another stream than it was prefetched on is recorded
-  on its reader (``record_stream``): nothing else orders its reuse behind the read.
+  one), and the current one too. A block may have several readers, each on a stream of its own, so each calls
+  ``wait``. A stream that it was not prefetched on is recorded on it (``record_stream``): nothing else orders
+  its reuse behind the read.
 * **Pieces.** A block is copied piece by piece (256 MiB, 5 ms of PCIe): the copy engine serves other streams
   in between, so a batch on its way to the device does not wait behind a gigabyte. Shorter ones gain little,
   and each costs the host a copy.
 
 The compute stream is read at each call: FSDP2 and custom functions run on others, and backward runs on a
-thread of its own. A ``torch.Stream`` keeps the streams to go back to on itself when it is entered, so two
+thread of its own. A ``torch.Stream`` that is entered keeps the streams to go back to on itself, so two
 threads must not enter one at once: a lock is around it. Under that lock one event is recorded on compute and
-waited for, for all copies in turn. Events carry no timing, except stamps and the pair
-around a wait for a copy that was not complete. The host usually runs ahead of the device, so such a wait is
-no stall yet: the time between the two events is the stall. All but stamps are pooled: creating an event
-costs more than recording it. An event goes back to the pool when the last object that could ask for it is
-gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA: ``cudaStreamWaitEvent``
-captures the event's contents at the call), so recording it again is safe.
+waited for, for all copies in turn. The host usually runs ahead of the device, so waiting for a copy that is
+not complete is no stall yet: the time between two events around the wait is. All events but stamps are
+pooled: creating one costs more than recording it. An event goes back to the pool when the last object that
+could ask for it is gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA:
+``cudaStreamWaitEvent`` captures the event's contents at the call), so recording it again is safe.
 
-Observed copies: named for a profiler that is on, and reported to a listener.
-
-`WatchedTransfer` wraps another transfer for one forward and its backward (`PlanRuntime.watched`). Without a
-profiler or a listener it is not used.
+**Observed copies** are named for a profiler that is on, and reported to a listener: `WatchedTransfer` wraps
+another transfer for one forward and its backward (`PlanRuntime.watched`), only where there is either.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.autograd.profiler import record_function
@@ -77,6 +73,7 @@ from .host_pool import HostBuffer
 from .link import Link, measure_link
 from .stats import PendingTime
 
+Direction = Literal["out", "in"]
 Event = TypeVar("Event")
 
 
@@ -84,7 +81,10 @@ class Copy(Protocol):
     """A copy that has been asked for."""
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
+        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none.
+
+        Each reader of a block calls it, on its own stream: mostly that one has waited already.
+        """
 
 
 class Stamp(Protocol):
@@ -97,11 +97,8 @@ class Stamp(Protocol):
 class StepLog(Generic[Event]):
     """Events of one step in compute's order of work. There is a log only while a listener is registered.
 
-    The planner's `OpEventLog` is another log: at each of its marks it also looks at the meter and at
-    autograd's node numbers, and its clock may add up op by op where nothing is computed.
-
-    Args:
-        transfer: makes the time stamps.
+    The planner's `OpEventLog` is another one: its marks also read the meter and autograd's node numbers, and
+    its clock may add up op by op where nothing is computed.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -110,7 +107,6 @@ class StepLog(Generic[Event]):
         self._events: list[tuple[Event, Stamp]] = []
 
     def note(self, event: Event) -> None:
-        """Record ``event`` at the present place in compute's order of work."""
         self._events.append((event, self._transfer.stamp()))
 
     def ms(self, stamp: Stamp) -> float:
@@ -164,7 +160,6 @@ class HostStamp:
 
     @classmethod
     def now(cls) -> HostStamp:
-        """Return the present time."""
         return cls(time.perf_counter())
 
     def ms_since(self, earlier: HostStamp) -> float:
@@ -173,8 +168,6 @@ class HostStamp:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """A wait whose length is known."""
-
     milliseconds: float
 
     def elapsed_ms(self) -> float:
@@ -197,11 +190,7 @@ COMPLETE: Copy = _Done(None)
 
 
 class BlockingTransfer:
-    """Copies that are complete when the call returns.
-
-    Args:
-        device: where reloaded tensors live.
-    """
+    """Copies that are complete when the call returns; reloaded tensors live on ``device``."""
 
     overlaps = False
 
@@ -209,14 +198,12 @@ class BlockingTransfer:
         self._device = device
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)
         return _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         start = HostStamp.now()
         block = host.new_block(self._device)
         for part, target in host.pairs(block):
@@ -227,18 +214,15 @@ class BlockingTransfer:
         """Do nothing: no copy is under way."""
 
     def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
         return HostStamp.now()
 
     def synchronize(self) -> None:
         """Do nothing: compute is done when its call returns."""
 
     def link(self) -> Link | None:
-        """Return ``None``: copies do not overlap compute."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Return ``None``: device and host are the same memory."""
         return None
 
     def empty_cache(self) -> None:
@@ -250,12 +234,7 @@ TIMED_WAIT_MS = 0.02
 
 
 class _Events:
-    """A pool of events of one kind, which are used again.
-
-    Args:
-        device: the accelerator, with its index.
-        timing: whether the events carry a time.
-    """
+    """A pool of events, with or without timing, which are used again."""
 
     def __init__(self, device: torch.device, timing: bool) -> None:
         self._device, self._timing = device, timing
@@ -272,7 +251,7 @@ class _Events:
 
 
 class _Event:
-    """A recorded event that returns to its pool."""
+    """A recorded event, which returns to its pool."""
 
     __slots__ = ("_free", "event")
 
@@ -283,63 +262,64 @@ class _Event:
         self._free.append(self.event)
 
     def synchronize(self) -> None:
-        """Wait on the host until the device has reached the event."""
         self.event.synchronize()
 
 
-class _TimedWait:
-    """The time between two events on the compute stream."""
-
-    def __init__(self, before: _Event, after: _Event) -> None:
-        self._before, self._after = before, after
+class _TimedWait(NamedTuple):
+    before: _Event
+    after: _Event
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms (0: no wait), ``None`` while the device has not reached its end."""
-        if not self._after.event.query():
+        if not self.after.event.query():
             return None
-        elapsed_ms = float(self._before.event.elapsed_time(self._after.event))
+        elapsed_ms = float(self.before.event.elapsed_time(self.after.event))
         return elapsed_ms if elapsed_ms > TIMED_WAIT_MS else 0.0
 
 
-class _StreamStamp:
-    """A timing event on the compute stream."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
+class _StreamStamp(NamedTuple):
+    event: torch.Event
 
     def ms_since(self, earlier: _StreamStamp) -> float:
         return float(earlier.event.elapsed_time(self.event))
 
 
 class _StreamCopy:
-    """A copy on one of the copy streams, complete when its event is.
+    """A copy on one of the copy streams, complete when the event ``done`` is.
 
     Args:
-        owner: the transfer that has the streams and events.
-        done: event at the end of the copy.
-        block: for a copy in: the tensor that it fills, and the stream that this was allocated on.
+        block: for a copy in: the tensor that it fills.
+        home: the stream that ``block`` was allocated on.
     """
 
-    __slots__ = ("_block", "_owner", "done")
+    __slots__ = ("_block", "_home", "_owner", "_waited", "done")
 
     def __init__(
-        self, owner: StreamTransfer, done: _Event, block: tuple[torch.Tensor, torch.Stream] | None = None
+        self,
+        owner: StreamTransfer,
+        done: _Event,
+        block: torch.Tensor | weakref.ref[torch.Tensor] | None = None,
+        home: torch.Stream | None = None,
     ) -> None:
-        self._owner, self._block = owner, block
+        self._owner, self._block, self._home = owner, block, home
+        self._waited: Sequence[torch.Stream] = ()
         self.done = done
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         compute = torch.accelerator.current_stream(self._owner.index)
+        block = self._block
+        if isinstance(block, weakref.ref):
+            block = block()
+        elif block is not None:
+            self._block = weakref.ref(block)  # whoever reads it again holds it; a listener holds this copy
+        if block is not None and self._home != compute:
+            block.record_stream(compute)
+        if compute in self._waited:
+            return None
         done, timing = self.done.event, self._owner.timing
         for stream in self._owner.compute_streams:
             if stream != compute:
                 stream.wait_event(done)
-        block, self._block = self._block, None
-        if block is not None and block[1] != compute:
-            block[0].record_stream(compute)
+        self._waited = [*self._owner.compute_streams, compute, *self._waited]
         if done.query():
             compute.wait_event(done)  # already complete; keeps the allocator's order without a stall
             return None
@@ -356,7 +336,6 @@ class StreamTransfer:
 
     Attributes:
         compute_streams: streams that have requested copies.
-        timing: timing events for waits.
     """
 
     overlaps = True
@@ -373,7 +352,6 @@ class StreamTransfer:
         self._entering = Lock()
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         compute = self._compute_stream()
         with self._entering, self._out:
             self._asked.record(compute)
@@ -386,7 +364,6 @@ class StreamTransfer:
             return _StreamCopy(self, self._events.recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         compute = self._compute_stream()
         block = host.new_block(self.device)
         with self._entering, self._in:
@@ -397,39 +374,33 @@ class StreamTransfer:
             for part, target in host.pairs(block):
                 target.copy_(part, non_blocking=True)
             host.last_use = done = self._events.recorded_on(self._in)
-        return block, _StreamCopy(self, done, (block, compute))
+        return block, _StreamCopy(self, done, block, compute)
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Do nothing: the block's ``last_use`` orders the next writer."""
+        """Do nothing: ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.index))
         return _StreamStamp(event)
 
-    def copy_stamp(self, direction: Literal["out", "in"]) -> Stamp:
-        """Mark the present place in the order of the copies out, or in."""
+    def copy_stamp(self, direction: Direction) -> Stamp:
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._out if direction == "out" else self._in)
         return _StreamStamp(event)
 
     def synchronize(self) -> None:
-        """Wait until compute has done all that it was given."""
         torch.accelerator.synchronize(self.device)
 
     def link(self) -> Link | None:
-        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
         return measure_link(self.device)
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that are free on the device, or cached by this process and unused."""
         free_bytes, _ = torch.accelerator.get_memory_info(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
         return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self.device))
 
     def empty_cache(self) -> None:
-        """Give cached device memory back to the device. Between steps only."""
         torch.accelerator.empty_cache()
 
     def _compute_stream(self) -> torch.Stream:
@@ -441,11 +412,9 @@ class StreamTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer:
-    """Return the transfer for ``device``: on streams of its own, or the CPU's blocking copies."""
     return BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)
 
 
-Direction = Literal["out", "in"]
 OpName = tuple[Scope | None, str]
 """Scope and op path of the plan row that swaps; ``(None, "")`` if none is known."""
 
@@ -457,12 +426,9 @@ class WatchedCopy:
     """One copy, as it was asked for.
 
     Args:
-        direction: out to the host, or in to the device.
         name: the plan row that swaps the tensor.
-        size_bytes: bytes that are copied.
         asked: where compute was when the copy was asked for.
         done: end of the copy, in the order of work of the copying stream.
-        inner: the copy itself.
         first: for a copy in: the copy out of the same host block.
     """
 
@@ -477,7 +443,6 @@ class WatchedCopy:
     _clock: Transfer
 
     def wait(self) -> PendingTime | None:
-        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         if self._listener is None:
             return self.inner.wait()
         start = self._clock.stamp()
@@ -506,17 +471,13 @@ class CopyListener(Protocol):
 
 
 class WatchedTransfer:
-    """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
-
-    Args:
-        inner: the transfer that moves the bytes.
-        listener: receives the copies; ``None``: none.
-        profiled: whether a profiler is on.
-    """
+    """A `Transfer` around another, which names each copy for a profiler and reports it to a listener."""
 
     def __init__(self, inner: Transfer, listener: CopyListener | None, profiled: bool) -> None:
         self._inner, self._listener, self._profiled = inner, listener, profiled
-        self.overlaps = inner.overlaps
+        self.overlaps, self.stamp, self.synchronize = inner.overlaps, inner.stamp, inner.synchronize
+        self.link, self.free_bytes, self.empty_cache = inner.link, inner.free_bytes, inner.empty_cache
+        self.host_reader_done = inner.host_reader_done
         self._next = _NO_OP
 
     def name(self, name: OpName) -> None:
@@ -524,7 +485,6 @@ class WatchedTransfer:
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         name, self._next = self._next, _NO_OP
         asked = self._inner.stamp()
         with self._range("offload", name):
@@ -532,37 +492,12 @@ class WatchedTransfer:
         return self._told("out", name, host, asked, inner, None, source)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         first = after if isinstance(after, WatchedCopy) else None
         name = _NO_OP if first is None else first.name
         asked = self._inner.stamp()
         with self._range("prefetch", name):
             block, inner = self._inner.reload(host, after if first is None else first.inner)
         return block, self._told("in", name, host, asked, inner, first, block)
-
-    def host_reader_done(self, host: HostBuffer) -> None:
-        """Note that the present content of ``host`` will not be reloaded again."""
-        self._inner.host_reader_done(host)
-
-    def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
-        return self._inner.stamp()
-
-    def synchronize(self) -> None:
-        """Wait until compute has done all that it was given."""
-        self._inner.synchronize()
-
-    def link(self) -> Link | None:
-        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
-        return self._inner.link()
-
-    def free_bytes(self) -> int | None:
-        """Device memory that this process can still use; ``None``: the same as the host's."""
-        return self._inner.free_bytes()
-
-    def empty_cache(self) -> None:
-        """Give cached device memory back to the device. Between steps only."""
-        self._inner.empty_cache()
 
     def _range(self, what: str, name: OpName) -> AbstractContextManager[object]:
         if not self._profiled:

@@ -29,7 +29,7 @@ class _RecordedCopy:
         host: the block.
     """
 
-    __slots__ = ("_direction", "_number", "_owner", "_pairs", "complete", "host")
+    __slots__ = ("_direction", "_number", "_owner", "_pairs", "_waited", "complete", "host")
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class _RecordedCopy:
     ) -> None:
         self._owner, self._direction, self._number, self._pairs = owner, direction, number, pairs
         self.host = host
-        self.complete = False
+        self.complete = self._waited = False
 
     def run(self) -> None:
         if self.complete:
@@ -57,7 +57,9 @@ class _RecordedCopy:
         self._owner.log.append((self._direction, self._number, "done"))
 
     def wait(self) -> PendingTime | None:
-        self._owner.log.append((self._direction, self._number, "wait"))
+        if not self._waited:  # later readers of the block call it too
+            self._owner.log.append((self._direction, self._number, "wait"))
+            self._waited = True
         if self.complete:
             return None
         queue = self._owner.queue

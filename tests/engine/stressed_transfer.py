@@ -87,7 +87,7 @@ class StressedCopy(_StreamCopy):
 
     def __init__(self, owner: StressedTransfer, direction: Direction, size_bytes: int, copy: Copy) -> None:
         assert isinstance(copy, _StreamCopy)
-        super().__init__(owner, copy.done, copy._block)
+        super().__init__(owner, copy.done, copy._block, copy._home)
         self._reuse, self._direction, self._size_bytes = owner, direction, size_bytes
 
     def wait(self) -> object:

@@ -12,7 +12,7 @@ from hf_actswap.engine.host_pool import ALIGNMENT_BYTES, FreeRanges, Range
 SLABS = {0: 16 * ALIGNMENT_BYTES, 1: 8 * ALIGNMENT_BYTES + 100}
 
 
-def bytes_of(ranges: list[Range] | tuple[Range, ...]) -> set[tuple[int, int]]:
+def bytes_of(ranges: list[Range]) -> set[tuple[int, int]]:
     """Every byte, in steps of 4, which divide all bounds."""
     return {(found.slab, at) for found in ranges for at in range(found.start, found.stop, 4)}
 
@@ -21,7 +21,7 @@ def test_neighbours_grow_together_and_slabs_do_not() -> None:
     free = FreeRanges()
     for added in (Range(0, 512, 768), Range(1, 0, 256), Range(0, 0, 256), Range(0, 256, 512)):
         free.add(added)
-    assert free.ranges == (Range(0, 0, 768), Range(1, 0, 256))
+    assert free.ranges == [Range(0, 0, 768), Range(1, 0, 256)]
     assert free.total_bytes == 1024
 
 
@@ -31,7 +31,7 @@ def test_one_long_enough_range_is_preferred_to_several() -> None:
         free.add(added)
     assert free.take(1000, 256) == [Range(0, 512, 1536)]
     assert free.take(2048 + 200, 256) == [Range(1, 0, 2048), Range(0, 0, 256)]
-    assert free.ranges == ()
+    assert free.ranges == []
 
 
 def test_short_ranges_are_left_alone_unless_they_hold_the_rest() -> None:
@@ -73,6 +73,6 @@ def test_what_is_taken_is_free_no_more_and_all_comes_back(steps: list[tuple[bool
     for taken in out:
         for one in taken:
             free.add(one)
-    assert free.ranges == tuple(Range(slab, 0, size) for slab, size in SLABS.items())
+    assert free.ranges == [Range(slab, 0, size) for slab, size in SLABS.items()]
     assert all(free.take_whole(slab, size) for slab, size in SLABS.items())
     assert not free.take_whole(0, SLABS[0])

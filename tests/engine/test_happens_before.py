@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import HostBuffer, Resources, StreamTransfer, install, transfer
+from hf_actswap.engine import (
+    HostBuffer,
+    HostPool,
+    PageableSlabs,
+    Resources,
+    StreamTransfer,
+    install,
+    transfer,
+)
 from hf_actswap.engine.stats import Counters, PendingTime
+from hf_actswap.engine.tickets import Place, SwapGroup, SwapTicket, View
 from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
 from tests.engine.pretended_streams import CPU, PretendedEvent, PretendedStream, StreamOrder, pretend
 from tests.engine.test_random_orders import Example, Trainer, examples, structure_of
@@ -198,3 +207,25 @@ def test_a_layer_on_a_stream_of_its_own(
         for handle in handles:
             handle.remove()
     assert [line for line in found if line.startswith("copied") or " in " in line or " out " in line] == []
+
+
+def test_each_reader_of_a_block_waits_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a block that only its first reader waits for, and that goes back while the second reads it."""
+    order = StreamOrder()
+    pretend(monkeypatch, order)
+    side, pool = order.new_stream(name="side"), HostPool(PageableSlabs())
+    transfer, counters = StreamTransfer(CPU), Counters()
+    with order.watching():
+        source = torch.ones(64)
+        host, storage = pool.take(source.nbytes), source.untyped_storage()
+        assert host is not None
+        group = SwapGroup(source, Place.of(source), storage, host, pool, transfer, counters, 0)
+        other = SwapTicket(group, View.of(source[:8]))
+        del source, storage
+        group.release()
+        group.fetch()
+        group.restore().sum()
+        with side:
+            other.restore().sum()
+        del other, group
+    assert order.violations == []

@@ -108,20 +108,18 @@ def test_ranks(environment: dict[str, str], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "ranks", "available", "share", "expected"),
+    ("cap", "ranks", "available", "expected"),
     [
-        (None, 1, 1000, 0.1, 900),
-        (None, 4, 1000, 0.1, 225),
-        (100, 4, 1000, 0.1, 100),
-        (500, 4, 1000, 0.0, 250),
-        (500, 4, None, 0.1, 500),
-        (None, 4, None, 0.1, None),
+        (None, 1, 1000, 900),
+        (None, 4, 1000, 225),
+        (100, 4, 1000, 100),
+        (500, 4, 1000, 225),
+        (500, 4, None, 500),
+        (None, 4, None, None),
     ],
 )
-def test_budget(
-    cap: int | None, ranks: int, available: int | None, share: float, expected: int | None
-) -> None:
-    assert budget_bytes(cap, ranks, available, share) == expected
+def test_budget(cap: int | None, ranks: int, available: int | None, expected: int | None) -> None:
+    assert budget_bytes(cap, ranks, available) == expected
 
 
 @given(SIZES, st.none() | SIZES, st.integers(1, 16), SIZES)

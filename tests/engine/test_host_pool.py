@@ -173,6 +173,19 @@ def test_a_block_of_several_slabs_has_pieces_in_order() -> None:
     assert taken(pool, MIB - 17 - 256).size_bytes == MIB - 17 - 256
 
 
+def test_a_piece_ends_within_an_element_only_with_the_block() -> None:
+    """Catches a block of floats that is put together from slabs of odd sizes."""
+    pool = HostPool(WatchedSlabs(), slab_bytes=1)
+    for buffer in [taken(pool, 2 * MIB + odd) for odd in (1, 3)]:
+        pool.give_back(buffer)
+    source = torch.arange(MIB, dtype=torch.float32)
+    host = taken(pool, source.nbytes)
+    host.hold(source.dtype, source.shape)
+    transfer = BlockingTransfer(torch.device("cpu"))
+    assert torch.equal(transfer.reload(host, transfer.offload(source, host))[0], source)
+    assert pool.held_bytes == 4 * MIB + 4
+
+
 @pytest.mark.parametrize("piece_bytes", [16, MIB], ids=["pieces", "one piece"])
 def test_a_copy_of_what_is_not_contiguous_is_refused(piece_bytes: int) -> None:
     buffer = taken(HostPool(WatchedSlabs(), slab_bytes=1, piece_bytes=piece_bytes), 48)

@@ -324,9 +324,9 @@ def test_a_wrong_order_costs_time_and_no_bit() -> None:
 def test_a_copy_back_before_the_release_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine with a fault: copies back do not ask whether the device still has the data."""
 
-    def fetch_at_once(group: SwapGroup, late: bool = False) -> None:
+    def fetch_at_once(group: SwapGroup) -> None:
         source, group._source = group._source, None
-        fetch(group, late)
+        fetch(group)
         group._source = source
 
     fetch = SwapGroup.fetch

@@ -400,11 +400,13 @@ class EvictableTensors:
         bytes of the storages that were freed.
         """
         freed_bytes = 0
-        with self._lock, _disable_current_modes():
+        with self._lock, _disable_current_modes(), self.around_copies():
             alive = self._alive()
             for group in alive:
                 if freed_bytes < wanted_bytes:
                     freed_bytes += group.drop_reloaded()
+            if freed_bytes < wanted_bytes and alive and alive[0].device.type != "cpu":
+                torch.accelerator.synchronize(alive[0].device)  # other streams may still write what goes
             for group in alive:
                 if freed_bytes < wanted_bytes:
                     freed_bytes += group.evict()
@@ -431,7 +433,7 @@ class EvictableStorage:
     """One storage that can be evicted, with the tensors on it that tickets hold."""
 
     def __init__(self, idle: EvictableTensors, storage: torch.UntypedStorage) -> None:
-        self._idle, self._device, self._size_bytes = idle, storage.device, storage.nbytes()
+        self._idle, self.device, self._size_bytes = idle, storage.device, storage.nbytes()
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._views: dict[int, View] = {}
@@ -490,8 +492,7 @@ class EvictableStorage:
         host = self._new_host()
         if host is None:
             return 0
-        with self._idle.around_copies():
-            self._copy_out(host)
+        self._copy_out(host)
         for number, tensor in list(self._tensors.items()):
             self._views[number] = View.of(tensor)
             if tensor._version != self._versions[number]:
@@ -526,7 +527,7 @@ class EvictableStorage:
             raise RuntimeError("an evicted tensor has no host copy")
         # These are ordinary ops: a guard against out-of-memory sees them and frees memory.
         with self._idle.around_copies(), torch.no_grad():
-            block = host.new_block(self._device)
+            block = host.new_block(self.device)
             for part, target in host.pairs(block):
                 target.data.copy_(part)  # leaves the version as it is: the data is the same
         self._block, self._unread, self._home = block, set(self._views), self._stream()
@@ -535,7 +536,7 @@ class EvictableStorage:
         return block
 
     def _stream(self) -> torch.Stream | None:
-        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+        return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
 
     def _goes_away(self, away: bool) -> None:
         if away != self._away:
@@ -572,7 +573,7 @@ class EvictableStorage:
         """Copy the whole storage. A method of its own, so that no variable holds the storage afterwards."""
         first = next(iter(self._tensors.values()))
         with torch.no_grad():
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device)
             whole.set_(first.untyped_storage(), 0, (self._size_bytes,), (1,))
             for target, part in host.pairs(whole):
                 target.copy_(part)

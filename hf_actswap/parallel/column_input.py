@@ -48,6 +48,7 @@ rounding). Weights are cast again in backward; no cast copy of them is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,8 @@ class InputSettings(NamedTuple):
         dim: dim of the sequence; not read without sequence parallelism.
         reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         keep_gathered: whether the gathered input is saved in place of the shard, and not gathered again.
-        in_autocast_dtype: whether, under autocast, the input is cast before the gather: for inputs that only
-            products read.
+        in_autocast_dtype: whether, under autocast, the input is cast before the gather (only for inputs that
+            nothing but products reads).
     """
 
     group: dist.ProcessGroup
@@ -91,17 +92,15 @@ class InputSettings(NamedTuple):
 
 
 def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: InputSettings) -> torch.Tensor:
-    """Return the input that column-parallel layers with these ``weights`` multiply.
+    """Return the input ``[.., S, .., H]`` that column-parallel layers with these ``weights`` multiply.
+
+    Any other consumer must also do different work on each rank, because the gradients of all consumers are
+    summed over the ranks. The tensor must not be written in place.
 
     Args:
         x: ``[.., S / tp, .., H]`` under sequence parallelism, else ``[.., H]``, alike on all ranks.
         weights: the layers' parameters, ``[out / tp, H]``. Their gradients are computed here; the layers
             must multiply with `linear`.
-        settings: how to communicate.
-
-    Returns:
-        ``[.., S, .., H]``. Any other consumer must also do different work on each rank, because the gradients
-        of all consumers are summed over the ranks. The tensor must not be written in place.
     """
     group = settings.group
     if group.size() == 1:
@@ -123,7 +122,6 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
 
 
 def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Return a weight as ``[out, in]``; with ``transposed`` it is stored as ``[in, out]``."""
     return weight.t() if transposed else weight
 
 
@@ -168,9 +166,7 @@ def input_node_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | No
 class _Received:
     """Output gradients that the products of one backward have passed to the input node.
 
-    Args:
-        backward: number of the backward.
-        gather: the running gather of the shard; ``None``: the input was saved whole.
+    ``gather`` is the running gather of the shard; ``None``: the input was saved whole.
     """
 
     def __init__(self, backward: int, gather: Pending | None) -> None:
@@ -204,7 +200,11 @@ class _ColumnInput(torch.autograd.Function):
         ctx.received = None
         reduction = None
         if gradient is not None and ctx.needs_input_grad[0]:
-            reduction = _begin_reduction(gradient, ctx.settings)
+            to: InputSettings = ctx.settings
+            if to.sequence_parallel:
+                reduction = begin_reduce_scatter(gradient, to.dim, to.group, to.reduce_dtype)
+            else:
+                reduction = begin_all_reduce(gradient, to.group, to.reduce_dtype)
         weight_gradients: list[torch.Tensor | None] = [None] * len(ctx.weights)
         if received is not None and received.backward == _running_backward():
             whole = ctx.saved_tensors[0] if received.gather is None else received.gather.wait()
@@ -229,7 +229,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        pass_output_gradient(ctx.node, ctx.number, gradient, _weight_product(ctx.transposed))
+        pass_output_gradient(ctx.node, ctx.number, gradient, partial(_dense, transposed=ctx.transposed))
         if not ctx.node.needs_input_grad[0]:
             return None, None, None, None, None
         weight = weight_of_linear(weight, ctx.transposed)
@@ -258,7 +258,8 @@ class _LeafProduct(torch.autograd.Function):
         if ctx.x is not None:
             if ctx.x._version != ctx.version:
                 raise RuntimeError("the input of a column-parallel layer was modified in place")
-            _weight_gradients([(0, gradient, _weight_product(ctx.transposed))], ctx.x, found)
+            product = partial(_dense, transposed=ctx.transposed)
+            _weight_gradients([(0, gradient, product)], ctx.x, found)
         weight = weight_of_linear(weight, ctx.transposed)
         return _input_gradient(gradient, weight, ctx.x_dtype), found[0], None
 
@@ -280,12 +281,6 @@ def pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product
             gather = begin_gather(node.saved_tensors[0], node.settings.dim, node.settings.group)
         received = node.received = _Received(backward, gather)
     received.gradients.append((number, gradient, product))
-
-
-def _begin_reduction(gradient: torch.Tensor, settings: InputSettings) -> Pending:
-    if settings.sequence_parallel:
-        return begin_reduce_scatter(gradient, settings.dim, settings.group, settings.reduce_dtype)
-    return begin_all_reduce(gradient, settings.group, settings.reduce_dtype)
 
 
 def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -311,22 +306,13 @@ def _weight_gradients(
             found[number] = own if before is None else before + own
 
 
-def _weight_product(transposed: bool) -> WeightProduct:
-    return _dense_transposed if transposed else _dense
-
-
-def _dense(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the weight's gradient ``[out / tp, H]`` from ``[.., out / tp]`` and ``[T, H]``."""
-    return gradient.reshape(-1, gradient.shape[-1]).t().mm(rows)
-
-
-def _dense_transposed(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the weight's gradient ``[H, out / tp]`` from ``[.., out / tp]`` and ``[T, H]``."""
-    return rows.t().mm(gradient.reshape(-1, gradient.shape[-1]))
+def _dense(gradient: torch.Tensor, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Return the weight's gradient ``[out / tp, H]`` (or transposed) of ``[.., out / tp]`` and ``[T, H]``."""
+    gradient = gradient.reshape(-1, gradient.shape[-1])
+    return rows.t().mm(gradient) if transposed else gradient.t().mm(rows)
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast would cast ``x``; ``None``: it would not."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return None

@@ -4,8 +4,8 @@ A decoder layer has blocks (attention, the MLP). A block's column-parallel proje
 row-parallel projection ends it. Everything else of a layer, the norms and the residual stream, works token by
 token and holds, under sequence parallelism, a part of the sequence.
 
-Which projections a layer has is read off the model: from its own ``base_model_tp_plan``, else from the names
-of its modules (`PATTERNS`). This module holds what neither of them says.
+A model's projections are read off its own ``base_model_tp_plan``, else off the names of its modules
+(`PATTERNS`). This module holds what neither of them says.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ Each pairs what happens to activations in forward with what happens to gradients
 (``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (``None``: that of
 the enclosing `tensor_parallel_group`) and do nothing in a group of one. Unlike NxD's they use the given group
 in backward too, are right for any sequence dimension, and never write into an argument, with one exception
-that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`.
+that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`. What they cut must divide by the group
+size, else they raise ValueError.
 
 A parallel layer communicates in forward only through `all_gather`, `reduce_scatter` and `all_reduce`. A
-``TorchFunctionMode`` sees them, under the names that they have here, as it sees PyTorch's own functions. So
-the structure of a model lists each beside the op that it belongs to (``input_layernorm.all_gather``), a plan
-can give its result a fate (keep it, or communicate again, ``re-gather``), and the engine can carry that out
-without knowing any parallel layer.
+``TorchFunctionMode`` sees them under these names, as it sees PyTorch's own functions. So the structure of a
+model lists each beside the op that it belongs to (``input_layernorm.all_gather``), a plan can give its result
+a fate (keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any
+parallel layer.
 
 The caller passes group and dim: a communication that runs again in backward, on a thread of autograd, cannot
 look for its group in a context variable. None of these functions saves a tensor for backward.
@@ -60,9 +61,6 @@ def reduce_scatter(
         group: tensor-parallel group.
         gradient_dtype: dtype to which gradients are cast before they are gathered.
         reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
-
-    Raises:
-        ValueError: the size along ``dim`` does not divide by the group size.
     """
     if has_torch_function_unary(whole):
         return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype, reduce_dtype)
@@ -83,8 +81,7 @@ def all_reduce(
 class Tokens:
     """The shape ``[B, S]`` of a block's latest tokens; inside the block they may be flat, ``[B S]``."""
 
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 def sum_of_shares(
@@ -102,9 +99,6 @@ def sum_of_shares(
         sequence_dim: dim of the sequence, of which this rank keeps its part; ``None``: it keeps all of it.
         reduce_dtype: dtype of the sum; the result has the dtype of ``share`` again.
         tokens: shape of the block's tokens; needed to keep this rank's part of each sequence in ``[B S, H]``.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
     """
     if sequence_dim is None:
         return all_reduce(share, group, reduce_dtype)
@@ -205,11 +199,7 @@ def reduce_from_tensor_model_parallel_region(
 def scatter_to_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep this rank's part of a replicated tensor along its last dim; all-gather in backward.
-
-    Raises:
-        ValueError: the last dim does not divide by the group size.
-    """
+    """Keep this rank's part of a replicated tensor along its last dim; all-gather in backward."""
     return scatter_to_sequence_parallel_region(input_, -1, process_group)
 
 
@@ -218,7 +208,7 @@ def gather_from_tensor_model_parallel_region(
 ) -> torch.Tensor:
     """All-gather along the last dim; in backward this rank's part of the gradient is taken.
 
-    It is for results with which all ranks do the same, so that each has the whole gradient.
+    For results with which all ranks do the same, so that each has the whole gradient.
     """
     return gather_from_tensor_model_parallel_region_with_dim(input_, -1, process_group)
 
@@ -233,22 +223,14 @@ def gather_from_tensor_model_parallel_region_with_dim(
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, partition_dim: int, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's part along ``partition_dim``; all-gather in backward.
-
-    Raises:
-        ValueError: the size along ``partition_dim`` does not divide by the group size.
-    """
+    """Sum over the ranks and keep this rank's part along ``partition_dim``; all-gather in backward."""
     return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group=process_group)
 
 
 def scatter_to_sequence_parallel_region(
     input_: torch.Tensor, sequence_dimension: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep this rank's part of a replicated tensor along the sequence; all-gather in backward.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
-    """
+    """Keep this rank's part of a replicated tensor along the sequence; all-gather in backward."""
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_
@@ -262,15 +244,11 @@ def gather_from_sequence_parallel_region(
     to_model_parallel: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """All-gather along the sequence.
+    """All-gather along the sequence, ``S / tp`` to ``S``.
 
-    Args:
-        input_: this rank's part of the sequence.
-        sequence_dimension: dim that is gathered, ``S / tp`` to ``S``.
-        to_model_parallel: whether each rank does different work on the result. True: gradients are partial,
-            and backward is a reduce-scatter. False: each rank does the same, and backward takes this rank's
-            part of the gradient. The wrong choice raises no error: gradients are wrong by a factor of tp.
-        process_group: tensor-parallel group.
+    ``to_model_parallel``: whether each rank does different work on the result. True: gradients are partial,
+    and backward is a reduce-scatter. False: each rank does the same, and backward takes this rank's part of
+    the gradient. The wrong choice raises no error: gradients are wrong by a factor of tp.
     """
     group = group_or_enclosing(process_group)
     return input_ if group.size() == 1 else all_gather(input_, sequence_dimension, group, to_model_parallel)
@@ -282,16 +260,9 @@ def reduce_scatter_to_sequence_parallel_region(
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's part along the sequence; all-gather in backward.
+    """Sum partial sums over the ranks and keep this rank's part of the sequence; all-gather in backward.
 
-    Args:
-        input_: partial sums over the whole sequence.
-        sequence_dimension: dim that is scattered, ``S`` to ``S / tp``.
-        dtype: dtype to which gradients are cast before they are gathered.
-        process_group: tensor-parallel group.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
+    ``dtype``: that to which gradients are cast before they are gathered.
     """
     group = group_or_enclosing(process_group)
     return input_ if group.size() == 1 else reduce_scatter(input_, sequence_dimension, group, dtype)

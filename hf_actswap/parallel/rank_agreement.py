@@ -56,14 +56,8 @@ class RankAgreementError(ActSwapError):
     subject = "agreement of the ranks"
 
 
-def answering_ranks(
-    store: dist.distributed_c10d.Store, keys: Mapping[int, str], timeout_s: float
-) -> list[int]:
-    """Wait for the ranks' keys in a store; return the ranks whose keys are there in time.
-
-    Raises:
-        RuntimeError: the store does not answer.
-    """
+def answering_ranks(store: Store, keys: Mapping[int, str], timeout_s: float) -> list[int]:
+    """Wait for the ranks' keys in a store; return the ranks whose keys are there in time."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         return list(keys)
@@ -75,7 +69,7 @@ def answering_ranks(
 class _Agreement:
     """One agreement: its keys in the store, the ranks that take part, and the time limit of each round."""
 
-    store: dist.distributed_c10d.Store
+    store: Store
     name: str
     rank: int
     ranks: Sequence[int]
@@ -100,14 +94,11 @@ class _Agreement:
 
 
 @contextmanager
-def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c10d.Store, int, int] | None]:
+def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[Store, int, int] | None]:
     """Yield a store that all ranks share, this rank, and the number of ranks; ``None`` if it is alone.
 
     Before the process group exists, the launcher serves the store or, within this block, rank 0. So start the
     group within the block: otherwise other ranks may connect to a store that is about to close.
-
-    Args:
-        timeout_s: how long to wait for the others.
     """
     if dist.is_available() and dist.is_initialized():
         yield dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -125,13 +116,11 @@ def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str,
 
     A rank that fails in the block raises its own error, after at most `READERS_S`; the others raise an error
     that names this rank and its error when they reach the end of the block. With one process it does nothing.
+    The block gets a dict for facts that must be the same on all ranks; see `check_agreement`.
 
     Args:
         name: what the block does; calls are counted by name.
         timeout_s: how long a rank waits at the end of the block for the others.
-
-    Yields:
-        A dict for facts that must be the same on all ranks; see `check_agreement`.
 
     Raises:
         RankAgreementError: another rank failed, or its facts differ, or it did not come.
@@ -152,9 +141,7 @@ def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str,
             _agree(agreement, facts)
 
 
-def _next_agreement(
-    store: dist.distributed_c10d.Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
-) -> _Agreement:
+def _next_agreement(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> _Agreement:
     count = store.add(f"hf_actswap/{name}/calls/{rank}", 1)
     return _Agreement(store, f"{name}/{count}", rank, ranks, timeout_s)
 
@@ -183,7 +170,7 @@ def parameters_fact(model: nn.Module) -> str:
 
 
 def digest(text: str) -> str:
-    """Return twelve hexadecimal digits that stand for a text, e.g. a configuration's dump."""
+    """Return twelve hexadecimal digits that stand for a text."""
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -238,15 +225,12 @@ def _missing(found: Mapping[int, str], agreement: _Agreement) -> list[Problem]:
     missing = [other for other in agreement.ranks if other not in found]
     if not missing:
         return []
-    return [
-        Problem(
-            "ranks",
-            f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s",
-            f"none from {_listed(missing)}",
-            "Look for their errors. If they are only slow, give more time: ddp_timeout of the training "
-            "arguments, or timeout_s of patch_model.",
-        )
-    ]
+    expected = f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s"
+    hint = (
+        "Look for their errors. If they are only slow, give more time: ddp_timeout of the training "
+        "arguments, or timeout_s of patch_model."
+    )
+    return [Problem("ranks", expected, f"none from {_listed(missing)}", hint)]
 
 
 def _differences(found: Mapping[int, str]) -> list[Problem]:
@@ -275,12 +259,8 @@ def _rejections(verdicts: Mapping[int, str]) -> list[Problem]:
     rejected = {rank: json.loads(text) for rank, text in verdicts.items() if text != _AGREED}
     if not rejected:
         return []
-    first = next(iter(rejected.values()))
-    return [
-        Problem(
-            "ranks", "agreement of all", f"none of {_listed(list(rejected))}", f"They say: {' '.join(first)}"
-        )
-    ]
+    hint = f"They say: {' '.join(next(iter(rejected.values())))}"
+    return [Problem("ranks", "agreement of all", f"none of {_listed(list(rejected))}", hint)]
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -351,10 +331,8 @@ def _is_of_a_lost_rank(error: RuntimeError) -> bool:
 def _who(ranks: list[int]) -> str:
     """Ask all ranks; return who has left or does not answer, empty if nobody.
 
-    Ranks outside of ``ranks`` are asked too, if they are in a training (`LostRanks`).
-
-    Raises:
-        RuntimeError: the store does not answer.
+    Ranks outside of ``ranks`` are asked too, if they are in a training (`LostRanks`). RuntimeError: the store
+    does not answer.
     """
     store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
     everyone = range(dist.get_world_size())
@@ -381,7 +359,6 @@ def _who(ranks: list[int]) -> str:
 
 
 def _states(store: Store, ranks: Iterable[int]) -> dict[int, str]:
-    """Return what each rank that is or was in a training says of itself."""
     return {rank: store.get(_state(rank)).decode() for rank in ranks if store.check([_state(rank)])}
 
 
@@ -397,8 +374,7 @@ def _answer(number: int, rank: int) -> str:
 class LostRanks:
     """Answers for this rank while it trains, and names lost ranks in the errors of the training.
 
-    Attributes:
-        told: what another rank has found out about lost ranks; empty: nothing.
+    ``told`` is what another rank has found out about lost ranks; empty: nothing.
     """
 
     def __init__(self) -> None:
@@ -411,9 +387,6 @@ class LostRanks:
 
         Only if a rank has left or does not answer; other errors come as they are. Blocks may be nested. With
         one process it does nothing.
-
-        Raises:
-            LostRankError: a rank has ended, or does not answer.
         """
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._inside or not several:
@@ -446,7 +419,6 @@ class LostRanks:
                 store.set(_state(rank), state)
 
     def _instead_of(self, error: RuntimeError) -> LostRankError | None:
-        """Return the error to raise if a rank is lost; ``None``: all are there."""
         if not _is_of_a_lost_rank(error):
             return None
         found = lost_rank_error(error, None, self.told)
@@ -467,7 +439,6 @@ class LostRanks:
 
 
 def _asked(store: Store) -> int:
-    """Return how often a rank has asked who is there."""
     key = f"{_KEY}/asked"
     return int(store.get(key)) if store.check([key]) else 0
 

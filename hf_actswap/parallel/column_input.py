@@ -117,8 +117,7 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
     if not torch.is_grad_enabled() or not (x.requires_grad or any(w.requires_grad for w in weights)):
         return gathered
     summed = [with_summed_gradient(weight, group) for weight in weights]
-    shown: torch.Tensor = _ColumnInput.apply(x, own, gathered, (settings, tuple(weights)), *summed)
-    return shown
+    return _ColumnInput.apply(x, own, gathered, (settings, tuple(weights)), *summed)
 
 
 def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -134,18 +133,15 @@ def linear(
     ``TorchFunctionMode`` sees this function, under the name ``linear``.
     """
     if has_torch_function((x, weight)):
-        result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group, transposed)
-        return result
+        return handle_torch_function(linear, (x, weight), x, weight, group, transposed)
     if group.size() == 1:
         return F.linear(x, weight_of_linear(weight, transposed))
     behind = input_node_of(x, weight)
     if behind is not None:
-        product: torch.Tensor = _Product.apply(x, weight.detach(), *behind, transposed)
-        return product
+        return _Product.apply(x, weight.detach(), *behind, transposed)
     weight = with_summed_gradient(weight, group)
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
-        again: torch.Tensor = _LeafProduct.apply(x, weight, transposed)
-        return again
+        return _LeafProduct.apply(x, weight, transposed)
     return F.linear(x, weight_of_linear(weight, transposed))
 
 

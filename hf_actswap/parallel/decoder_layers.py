@@ -83,7 +83,6 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Heads:
-        """Read the numbers from an attention module; those that it does not have, from its configuration."""
         if not block.is_attention:
             return cls(ranks, ranks, ranks)
         module: Any = layer.get_submodule(block.path)
@@ -338,7 +337,6 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
 
 def _counted(module: Any, what: str) -> int | None:
-    """Return the number of heads (``what`` in `COUNTS`) that an attention module has as an attribute."""
     found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
     return next((number for number in found if isinstance(number, int)), None)
 
@@ -375,7 +373,6 @@ class Decoder:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All layers, each once."""
         return list(dict.fromkeys(layer for stack in self.stacks.values() for layer in stack))
 
     def blocks(self, layer: nn.Module) -> list[Block]:
@@ -403,8 +400,7 @@ def _base_of(root: Any) -> nn.Module:
     children = [child for child in root.children() if any(map(_is_list, child.modules()))]
     for found in (named, getattr(root, root.base_model_prefix, None), *children):
         if isinstance(found, nn.Module) and found is not root and any(map(_is_list, found.modules())):
-            inner: nn.Module = getattr(found, "language_model", found)
-            return inner
+            return getattr(found, "language_model", found)
     return root
 
 
@@ -437,7 +433,6 @@ def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegi
 
 
 def _why_no_sequence(decoder: Decoder) -> str:
-    """Return why the sequence cannot be divided; empty if it can."""
     if decoder.family.no_sequence:
         return decoder.family.no_sequence
     if len(decoder.stacks) > 1:

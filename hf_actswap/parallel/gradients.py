@@ -1,24 +1,22 @@
 """Gradients that are complete only as a sum over the tensor-parallel ranks, summed exactly once per step.
 
 **The tag is the contract.** A parameter whose attribute ``sequence_parallel_enabled`` is true gets, on each
-rank, a part of its gradient: from this rank's tokens (norms, biases of row-parallel layers, the router of a
-mixture of experts, position embeddings behind the scatter), or from this rank's heads (``q_norm`` and
-``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or from this rank's shard of the layer
-that reads its output (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
-NxD's; the tag means that the gradient must be summed, whatever the reason. The code that makes such a
-parameter sets the tag; on a module of your own, use `setattr`.
+rank, a part of its gradient: from this rank's tokens (norms, biases of row-parallel layers, routers, position
+embeddings behind the scatter), from this rank's heads (``q_norm`` and ``k_norm`` of Qwen3 and Gemma3, with or
+without sequence parallelism), or from this rank's shard of the layer that reads its output (``lora_A`` before
+a column-parallel ``lora_B``). The name is NxD's; the tag means that the gradient must be summed, whatever the
+reason. The code that makes such a parameter sets the tag; on a module of your own, use `setattr`.
 
 The parts are summed, not averaged, after the last micro-batch and before a norm is computed. A sum per
 micro-batch over the *accumulated* gradient counts the first ones again (as transformers 5.23 does for
-``q_norm``). `allreduce_sequence_parallel_gradients` may therefore be called by our integration and, as in
-NxD's recipe, by the user too: gradients that are summed already are not changed (see `GradientWatch`).
+``q_norm``). So both our integration and, as in NxD's recipe, the user may call
+`allreduce_sequence_parallel_gradients`: gradients that are summed already are not changed.
 
 **Summed exactly once.** `GradientWatch` records whether a parameter's gradient is still this rank's own part
-or already the sum over the ranks, whether our integration sums it, the user, or both. The gradient tensor
-itself does not show that: its version changes when it is clipped and when more is accumulated, its address
-is reused, and a user may replace it. But autograd always calls a parameter's hooks when it accumulates. So a
-pair of hooks on the parameter keeps the state: summing sets it, accumulation clears it. Undecidable cases
-are errors:
+or already the sum, whoever sums it. The gradient tensor itself does not show that: its version changes when
+it is clipped and when more is accumulated, its address is reused, and a user may replace it. But autograd
+always calls a parameter's hooks when it accumulates. So a pair of hooks on the parameter keeps the state:
+summing sets it, accumulation clears it. Undecidable cases are errors:
 
 - More was accumulated onto a gradient that was summed and not zeroed: no later sum can correct that. After
   zeroing in place (``zero_grad(set_to_none=False)``) it is right, and the two cases differ only in values. In
@@ -37,12 +35,12 @@ The state is in the hooks: a copied or loaded parameter has neither the hooks no
   there are fewer of them than ranks): each contributes an r-th. For a fused weight the attribute is a tuple
   of pairs (number of rows, r), from the first row to the last;
 - every other parameter is held alike by all ranks: rank 0's counts, so that the ranks get the very same
-  norm, and with it the same clip factor, even if a kernel's sums came out differently;
+  norm and clip factor, even if a kernel's sums came out differently;
 - an FSDP2 parameter is a shard over the data axis too: its part is summed over that axis first.
 
-Tagged gradients (`gradients`) must be summed before. The arithmetic is fp32, or fp64 where a parameter is.
-After ``neuronx_distributed.parallel_layers.grads``, which takes the norm in the parameters' dtype, counts
-replicated heads as often as they are held, and cannot take an infinity norm without replicated parameters.
+Tagged gradients must be summed before. The arithmetic is fp32, or fp64 where a parameter is.
+``neuronx_distributed.parallel_layers.grads`` takes the norm in the parameters' dtype, counts replicated heads
+as often as they are held, and cannot take an infinity norm without replicated parameters.
 """
 
 from __future__ import annotations
@@ -152,11 +150,9 @@ class GradientWatch:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return ``.grad``, else ``.main_grad``, else ``None``."""
     if parameter.grad is not None:
         return parameter.grad
-    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    return main
+    return getattr(parameter, "main_grad", None)
 
 
 def watch_of(parameter: torch.Tensor) -> GradientWatch | None:
@@ -328,8 +324,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or this rank's shard of it if FSDP2 shards it over the data axis."""
     if not isinstance(tensor, DTensor):
         return tensor
-    shard: torch.Tensor = tensor.to_local()
-    return shard
+    return tensor.to_local()
 
 
 def _sum(
@@ -492,7 +487,6 @@ def _by_holders(gradient: torch.Tensor, holders: int | tuple[tuple[int, int], ..
 def _part(
     gradients: list[Held], norm_type: float, group: dist.ProcessGroup, zero: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's part for gradients with the same data groups."""
     is_first = group.rank() == 0
     counted = [(found, holders) for found, holders in gradients if (holders or is_first) and found.numel()]
     if not counted:

@@ -34,7 +34,6 @@ from .weights import (
     ShardedModule,
     initial_part,
     kaiming_weight,
-    like_parameter,
     uniform_bias,
     with_summed_gradient,
 )
@@ -46,7 +45,6 @@ PADDING_UNSUPPORTED = (
 
 
 def sizes_of(full: Any) -> tuple[int, int]:
-    """Return input and output features of a full linear layer."""
     return (full.nx, full.nf) if is_transposed(full) else (full.in_features, full.out_features)
 
 
@@ -120,16 +118,6 @@ class ParallelLinear(ShardedModule):
             if bias_partition is not None:
                 self.divide("bias", bias_partition)
             self.bias = nn.Parameter(drawn)
-
-    def take(self, full: nn.Module) -> Self:
-        """Take the rank's parts of a full layer's parameters, and its training mode; return this layer."""
-        rank = self.tensor_model_parallel_group.rank()
-        for name, parameter in full.named_parameters(recurse=False):
-            partition = self.partitions.get(name)
-            with torch.no_grad():
-                part = parameter.clone() if partition is None else partition.part(parameter, rank)
-            setattr(self, name, like_parameter(part, parameter))
-        return self.train(full.training)
 
     def extra_repr(self) -> str:
         return (
@@ -236,7 +224,6 @@ class ColumnParallelLinear(ParallelLinear):
         return column_input(input_, weights, self.input_settings(in_autocast_dtype=True))
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
             return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
@@ -316,7 +303,6 @@ class RowParallelLinear(ParallelLinear):
         return cls(**{**settings_of(full), "input_is_parallel": input_is_parallel, **settings}).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
             return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
@@ -570,7 +556,7 @@ class ParallelEmbedding(ShardedModule):
 
         ``settings`` are further arguments of the constructor.
         """
-        made = cls(
+        return cls(
             full.num_embeddings,
             full.embedding_dim,
             full.padding_idx,
@@ -581,16 +567,9 @@ class ParallelEmbedding(ShardedModule):
             device="meta",
             dtype=full.weight.dtype,
             **settings,
-        )
-        rank = made.tensor_model_parallel_group.rank()
-        weight: nn.Parameter = full.get_parameter("weight")
-        with torch.no_grad():
-            part = made.partitions["weight"].part(weight, rank)
-        made.weight = like_parameter(part, weight)
-        return made.train(full.training)
+        ).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Look ``[B, S]`` ids up; see the class for the shapes returned."""
         group = self.tensor_model_parallel_group
         if self.shard_across_embedding:
             found = self._lookup(input_, self.padding_idx)

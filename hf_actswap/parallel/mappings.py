@@ -41,9 +41,8 @@ def all_gather(
     same with the result) it takes this rank's part of the gradient, without communication.
     """
     if has_torch_function_unary(part):
-        return _dispatched(all_gather, part, dim, group, sum_gradients, reduce_dtype)
-    result: torch.Tensor = _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
-    return result
+        return handle_torch_function(all_gather, (part,), part, dim, group, sum_gradients, reduce_dtype)
+    return _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
 
 
 def reduce_scatter(
@@ -63,9 +62,10 @@ def reduce_scatter(
         reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
     """
     if has_torch_function_unary(whole):
-        return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype, reduce_dtype)
-    result: torch.Tensor = _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
-    return result
+        return handle_torch_function(
+            reduce_scatter, (whole,), whole, dim, group, gradient_dtype, reduce_dtype
+        )
+    return _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
 
 
 def all_reduce(
@@ -73,9 +73,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum over all ranks, out of place, in ``reduce_dtype`` if given. Backward is the identity."""
     if has_torch_function_unary(tensor):
-        return _dispatched(all_reduce, tensor, group, reduce_dtype)
-    result: torch.Tensor = _AllReduce.apply(tensor, group, reduce_dtype)
-    return result
+        return handle_torch_function(all_reduce, (tensor,), tensor, group, reduce_dtype)
+    return _AllReduce.apply(tensor, group, reduce_dtype)
 
 
 class Tokens:
@@ -106,11 +105,6 @@ def sum_of_shares(
         of_sequences = share.unflatten(0, tokens.shape)
         return reduce_scatter(of_sequences, sequence_dim, group, None, reduce_dtype).flatten(0, 1)
     return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
-
-
-def _dispatched(function: Any, tensor: torch.Tensor, *settings: Any) -> torch.Tensor:
-    result: torch.Tensor = handle_torch_function(function, (tensor,), tensor, *settings)
-    return result
 
 
 class _AllGather(torch.autograd.Function):
@@ -234,8 +228,7 @@ def scatter_to_sequence_parallel_region(
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_
-    result: torch.Tensor = _ScatterToRegion.apply(input_, sequence_dimension, group)
-    return result
+    return _ScatterToRegion.apply(input_, sequence_dimension, group)
 
 
 def gather_from_sequence_parallel_region(
@@ -272,8 +265,7 @@ def copied(
     tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return ``tensor``; in backward gradients are summed over the ranks, in ``reduce_dtype`` if given."""
-    result: torch.Tensor = _CopyToRegion.apply(tensor, group, reduce_dtype)
-    return result
+    return _CopyToRegion.apply(tensor, group, reduce_dtype)
 
 
 class _CopyToRegion(torch.autograd.Function):

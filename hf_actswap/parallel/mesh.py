@@ -308,8 +308,7 @@ def whole_over_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor; a shard is gathered, for which every rank of the data axis must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
-    whole: torch.Tensor = tensor.full_tensor()
-    return whole
+    return tensor.full_tensor()
 
 
 def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,14 @@ rank's parts; hooks at the norms, the first layer, and the model's beginning and
                                               ^ padded and cut                        whole again ^
 
 Before patching, weights are whole and the same on every rank; then they are cut. So a model has the same
-weights at any number of ranks.
+weights at any number of ranks. `Patched` saves and loads it as a whole state dict.
 
 A training loop that is not made for a patched model can make two mistakes that cause no error by themselves.
 `DistributedDataParallel` over all ranks copies rank 0's part of every parameter over the others', and
 averages gradients of different things. And an optimizer that steps on tagged gradients that were not summed
 lets replicas drift apart. `StepGuard` notices both in the model's next forward with gradients, on every rank:
-
-- DDP says which of its instances is calling;
-- after a backward, tagged gradients must be summed before the parameters change: a parameter that was
-  changed in between was changed by a step without the sum.
-
-`Patched` saves and loads the model as a whole state dict, in Hugging Face's names and shapes.
+DDP says which of its instances is calling, and a tagged parameter that was changed after a backward, before
+its gradient was summed, was changed by a step without the sum.
 """
 
 from __future__ import annotations

@@ -3,21 +3,19 @@
 **Agreement.** Ranks with different configurations or models do not fail where they differ: they wait for each
 other in some collective until the backend's timeout, whose error does not name the cause. The same happens to
 the others when one rank fails by itself. So each rank first publishes a few short facts, or that it failed,
-in the key-value store of the process group: this needs no device and no collective, and works with any
-backend. Before the process group exists, it is the store that the launcher provides for starting the group.
+in the key-value store of the process group (before that exists, in the launcher's): this needs no device and
+no collective, and works with any backend.
 
 There are two rounds. In the first every rank reads the facts of all others; in the second, whether the others
 agreed. Without the second, a rank that comes late would find all facts and continue alone after the others
 have given up.
 
 **Lost ranks.** When another rank's collective fails, the backend says only that a connection was closed, by
-an address, or that a time-out has passed. And not the ranks next to the dead one alone see such an error:
-they end because of it, and their neighbours then see theirs end. So a rank with such an error asks, through
-the key-value store of the process group, which ranks are there. Within `LostRanks.named`, where a training
-runs, a thread of each rank answers, also while the rank waits in a collective. Elsewhere a rank answers only
-if it has such an error itself.
-
-A rank that leaves the block by an exception puts that into the store, so that the others can name the cause.
+an address, or that a time-out has passed. The neighbours of a dead rank end because of such an error, and
+their neighbours then see theirs end. So a rank with such an error asks, through the store, which ranks are
+there. Within `LostRanks.named`, where a training runs, a thread of each rank answers, also while the rank
+waits in a collective. Elsewhere a rank answers only if it has such an error itself. A rank that leaves the
+block by an exception puts that into the store, so that the others can name the cause.
 """
 
 from __future__ import annotations
@@ -285,6 +283,7 @@ _SIGNS = (
 
 _KEY = "hf_actswap/lost"
 _NOTICED = "has noticed that another rank is lost"
+_ALL_ANSWER = "All of them answer"
 _NO_BLOCK = (
     "Only the ranks of this collective were asked, and one that waits for something else gives no sign: in "
     "`with prepared.naming_lost_ranks():` around the loop all are asked, and all that are there answer."
@@ -308,11 +307,11 @@ def lost_rank_error(
         told: what another rank has found out before; said if the store does not answer any more.
     """
     text = str(error)
-    if isinstance(error, LostRankError) or not _is_of_a_lost_rank(error):
+    if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):
         return None
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     try:
-        who = _who(ranks) or "All of them answer: one of them is late, or waits for something else."
+        who = _who(ranks) or f"{_ALL_ANSWER}: one of them is late, or waits for something else."
     except RuntimeError:
         gone = "The store of the process group is gone too: look at the process that serves it, usually rank"
         who = told or f"{gone} 0."
@@ -322,10 +321,6 @@ def lost_rank_error(
         f"answer. {who} Look for the first error of that process, and start all of them again from "
         f"the last checkpoint. The backend says: {first_line}"
     )
-
-
-def _is_of_a_lost_rank(error: RuntimeError) -> bool:
-    return any(sign in str(error).lower() for sign in _SIGNS)
 
 
 def _who(ranks: list[int]) -> str:
@@ -403,7 +398,11 @@ class LostRanks:
         try:
             yield
         except RuntimeError as error:
-            lost = error if isinstance(error, LostRankError) else self._instead_of(error)
+            if isinstance(error, LostRankError):
+                lost: LostRankError | None = error
+            else:
+                lost = lost_rank_error(error, None, self.told)
+                lost = None if _ALL_ANSWER in str(lost) else lost
             state = _NOTICED if lost is not None else _in_a_line(error)
             if lost is None or lost is error:
                 raise
@@ -417,12 +416,6 @@ class LostRanks:
             thread.join(_LOOKS_EACH_S)
             with suppress(RuntimeError):  # the store is gone
                 store.set(_state(rank), state)
-
-    def _instead_of(self, error: RuntimeError) -> LostRankError | None:
-        if not _is_of_a_lost_rank(error):
-            return None
-        found = lost_rank_error(error, None, self.told)
-        return None if found is None or "All of them answer" in str(found) else found
 
     def _answer(self, store: Store, rank: int, answered: int, stopped: threading.Event) -> None:
         """Answer each question until ``stopped``, and remember what the one who asked has found out."""

@@ -1,23 +1,20 @@
 """Divides routed experts: every rank has a part of every expert.
 
 A token is routed where its hidden state is: under sequence parallelism each rank routes its own ``T / tp``
-tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens, compute their
-parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
+tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens along dim 0,
+compute their parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
 
     hidden [T/tp, H] -------------------all-gather--> [T, H] --> experts --reduce-scatter--> [T/tp, H]
     router: experts, weights [T/tp, k] -all-gather--> [T, k] ----^
-
-Experts treat tokens one by one, whatever rank a token is from, so everything is gathered along dim 0.
 
 In backward the gradients of routing weights are summed too, since each rank has the contribution of its
 parts of the experts. So a router's gradient is complete for the tokens that the router has seen: its
 parameters carry the tag ``sequence_parallel_enabled`` if it saw a rank's tokens, and no tag if it saw all.
 
-**Products.** The rows of tokens are multiplied with the weights of their experts so that no rows of full
-width are saved. A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each
-expert's lie together. Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its
-rows ``[R, H]`` for the first weight's gradient, and the second product's rows ``[R, H]`` for the routing
-weights' gradient. Here::
+**Products.** A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each expert's
+lie together. Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its rows
+``[R, H]`` for the first weight's gradient, and the second product's rows ``[R, H]`` for the routing weights'
+gradient. Here::
 
     shard --[column_input]--> [T, H] --[routed_product]--> [R, 2I/tp] --gate--> h [R, I/tp]
                                                                                  |
@@ -28,10 +25,9 @@ weights' gradient. Here::
 - The routing weight is multiplied before the second product, with the same result:
   ``w (W_down h) = W_down (w h)``. Its gradient is then ``<W_down^T dy, h>``, without ``W_down h``.
 
-Saved are a tensor ``[R, I/tp]`` and indices. Rows of full width exist only while a product runs.
-
-The products of all experts are one kernel (``torch.nn.functional.grouped_mm``), or one product for each,
-for which the host must know how many rows each has.
+Saved are a tensor ``[R, I/tp]`` and indices. Rows of full width exist only while a product runs. The products
+of all experts are one kernel (``torch.nn.functional.grouped_mm``), or one product for each, for which the
+host must know how many rows each has.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ from .families import EXPERTS, EXPERTS_IMPLEMENTATIONS
 from .gradients import TAG
 from .mappings import all_gather, copied, sum_of_shares
 from .sequence_region import SequenceRegion
-from .weights import ParameterTags, Partition, ShardedModule, like_parameter
+from .weights import ParameterTags, Partition, ShardedModule
 
 _KERNEL_ALIGNMENT_BYTES = 16
 """``grouped_mm`` raises unless the size of each row of its matrices is a multiple of this."""
@@ -117,14 +113,10 @@ def routed_product(
         weight: ``[E, N, H]``, or transposed.
     """
     if has_torch_function((x, weight)):
-        result: torch.Tensor = handle_torch_function(
-            routed_product, (x, weight), x, weight, routing, settings
-        )
-        return result
+        return handle_torch_function(routed_product, (x, weight), x, weight, routing, settings)
     behind = input_node_of(x, weight)
     given = weight if behind is None else weight.detach()
-    product: torch.Tensor = _RoutedProduct.apply(x, given, *routing, (behind, settings))
-    return product
+    return _RoutedProduct.apply(x, given, *routing, (behind, settings))
 
 
 def combined_product(
@@ -144,12 +136,10 @@ def combined_product(
         weight: ``[E, H, I]``, or transposed.
     """
     if has_torch_function((rows, weights, weight)):
-        result: torch.Tensor = handle_torch_function(
+        return handle_torch_function(
             combined_product, (rows, weights, weight), rows, weights, weight, routing, settings
         )
-        return result
-    product: torch.Tensor = _CombinedProduct.apply(rows, weights, weight, *routing, settings)
-    return product
+    return _CombinedProduct.apply(rows, weights, weight, *routing, settings)
 
 
 class _RoutedProduct(torch.autograd.Function):
@@ -356,7 +346,6 @@ class ExpertsLayout(NamedTuple):
 
     @property
     def columns(self) -> str:
-        """Name of the first weights."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     @property
@@ -365,7 +354,6 @@ class ExpertsLayout(NamedTuple):
         return (*weights, *(f"{name}_bias" for name in weights)) if self.biased else weights
 
     def inner_size(self, experts: nn.Module) -> int:
-        """Return ``I`` of whole experts."""
         return experts.get_parameter(_ROWS).shape[1 if self.transposed else 2]
 
     def partitions(self, inner: int, ranks: int) -> dict[str, Partition]:
@@ -406,20 +394,14 @@ class ParallelExperts(ShardedModule):
         self._layer = (layer,)  # in a tuple, so that it is not registered as a submodule
         self.config, self.num_experts = getattr(full, "config", None), full.num_experts
         self.layout = layout = ExpertsLayout.of(full)
-        rank = region.group.rank()
         for name, partition in layout.partitions(layout.inner_size(full), region.group.size()).items():
             self.divide(name, partition)
-        for name in layout.parameters:
-            whole, cut = full.get_parameter(name), self.partitions.get(name)
-            with torch.no_grad():
-                part = whole.clone() if cut is None else cut.part(whole, rank)
-            setattr(self, name, like_parameter(part, whole))
+        self.take(full)
         if hasattr(full, "act_fn"):
             self.act_fn = full.act_fn
         self._gate = _own_gate(full)
         self.keep_gathered = False
         vars(self)["forward"] = self._forward
-        self.train(full.training)
 
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -489,8 +471,7 @@ def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     for name in ExpertsLayout.of(full).parameters:  # the method holds its module, but needs no weights
         del full._parameters[name]
-    own: Callable[[torch.Tensor], torch.Tensor] = gate
-    return own
+    return gate
 
 
 def _of_all_tokens(
@@ -507,7 +488,6 @@ def _of_all_tokens(
 
 
 def experts_of(layer: nn.Module) -> list[str]:
-    """Return the paths of a layer's routed experts of a supported kind."""
     return [
         path
         for path, module in layer.named_modules()

@@ -3,7 +3,8 @@
 Between the first layer and the head each rank holds ``[B, S / tp, H]``. Tensors for the whole length
 (positions, masks, rotary tables) are made before, in the model's own forward, which notices nothing of this:
 the sequence is padded at the model's entry if the ranks do not divide it, cut at the first layer, and whole
-again behind the head.
+again behind the head. Padding is on the right: with causal attention no token sees it, so that no mask is
+needed if none was given. It is cut off the model's outputs, and the loss ignores its labels.
 
 **A forward is divided if gradients are enabled.** In all others (evaluation, generation with its cache)
 nothing is saved for backward, and each rank computes the whole residual stream. So tagged parameters only
@@ -13,9 +14,6 @@ count once per rank. All ranks decide alike, because nothing but grad mode decid
 A layer that is recomputed in backward must do what it did in forward. So a divided forward leaves the region
 active, and a forward without gradients, such as an evaluation between forward and backward, restores the
 state that it found.
-
-Padding is added on the right, and cut off the model's outputs: with causal attention no token sees it, so
-that no mask has to be made if none was given. The loss ignores the labels of padding.
 """
 
 from __future__ import annotations
@@ -295,7 +293,6 @@ class BaseExitHook:
 
 
 def _cut_rows(router_logits: Sequence[torch.Tensor], current: SequenceForward) -> tuple[torch.Tensor, ...]:
-    """Return the router logits ``[B S, E]`` of each layer without those of padding."""
     sizes = (-1, current.length + current.padding)
     return tuple(logits.unflatten(0, sizes)[:, : current.length].flatten(0, 1) for logits in router_logits)
 

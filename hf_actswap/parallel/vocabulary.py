@@ -7,12 +7,11 @@ whole vocabulary: gathered at once, or, while the model trains on labels, when t
 If your code needs the head, call it: ``model.lm_head(hidden)`` returns whole logits. Its ``weight`` has only
 this rank's rows, and so has the embedding's; `Patched.full_state_dict` has the whole weights.
 
-**Logits.** While a model trains on labels its loss is computed from each rank's part of the logits, and the
-whole vocabulary on every rank would be the largest tensor of the step. The output must have logits all the
-same, of the shape that everybody expects: a trainer may look at them (TRL computes accuracy and entropy). So
-the output holds a tensor that knows its shape, and gathers at the first operation on it. That is a
-collective: **every rank of the group must read it, or none**. Detaching and changing the dtype (what
-Accelerate does to every output) are no reading.
+**Logits.** Whole logits on every rank would be the largest tensor of the step, and the loss does not need
+them. But a trainer may look at the output's logits (TRL computes accuracy and entropy). So the output holds a
+tensor that knows its shape, and gathers at the first operation on it. That is a collective: **every rank of
+the group must read it, or none**. Detaching and changing the dtype (what Accelerate does to every output) are
+no reading.
 
 **Cross entropy.** No rank ever holds a whole row of logits. Forward has two all-reduces, of one number per
 token and then of two (three with label smoothing): the maximum first, because every exponential is taken
@@ -20,9 +19,9 @@ relative to it, then the target's logit, the sum of exponentials and the sum of 
 Megatron need three. Backward has no communication.
 
 Saved for backward are the given logits, in their own dtype, and two numbers per token (maximum and sum of
-exponentials). The softmax is computed again from them: one pass over the shard, bitwise what forward
-computed. So fp32 logits cost nothing beyond themselves, and bf16 logits cost half of what a saved fp32
-softmax would; forward and backward each make one fp32 buffer of the size of the shard.
+exponentials), from which the softmax is computed again, bitwise as in forward. So fp32 logits cost nothing
+beyond themselves, and bf16 logits cost half of what a saved fp32 softmax would; forward and backward each
+make one fp32 buffer of the size of the shard.
 
 Unlike ``neuronx_distributed.parallel_layers.loss_functions`` the caller's logits are not written into, the
 arithmetic is never below fp32, ignored tokens count neither in loss nor in gradient, and label smoothing is
@@ -82,10 +81,9 @@ def parallel_cross_entropy(
     group = group_or_enclosing(process_group)
     if has_torch_function_unary(vocab_parallel_logits):
         settings = (target, label_smoothing, ignore_index, reduction, group, vocabulary_size)
-        computed: torch.Tensor = handle_torch_function(
+        return handle_torch_function(
             parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, *settings
         )
-        return computed
     shard = _shard_of(vocab_parallel_logits, vocabulary_size, group)
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
@@ -317,7 +315,6 @@ class ScaledParallelEmbedding(ParallelEmbedding):
 
 
 def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
-    """Yield a problem for an embedding or a head that is not supported."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         yield Problem("embedding", "nn.Embedding", type(embedding).__name__, _NO_ADAPTERS)

@@ -193,7 +193,6 @@ def kaiming_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_bias(input_size: int) -> InitMethod:
-    """Return a function that fills a bias like an ``nn.Linear`` with ``input_size`` input features."""
     bound = 1 / math.sqrt(input_size) if input_size else 0.0
     return lambda bias: bias.uniform_(-bound, bound)
 
@@ -221,8 +220,7 @@ def with_summed_gradient(weight: torch.Tensor, group: dist.ProcessGroup) -> torc
         return weight
     dim: int = getattr(weight, "partition_dim", 0)
     pairs = ((weight.shape[dim], replicated),) if isinstance(replicated, int) else replicated
-    result: torch.Tensor = _SumOverReplicas.apply(weight, dim, pairs, group)
-    return result
+    return _SumOverReplicas.apply(weight, dim, pairs, group)
 
 
 class _SumOverReplicas(torch.autograd.Function):
@@ -330,6 +328,16 @@ class ShardedModule(TaggedModule):
         self.partitions[name] = partition
         self.tag(name, **partition.tags)
 
+    def take(self, full: nn.Module) -> Self:
+        """Take the rank's parts of a full module's parameters, and its training mode; return this module."""
+        rank = self.tensor_model_parallel_group.rank()
+        for name, parameter in full.named_parameters(recurse=False):
+            partition = self.partitions.get(name)
+            with torch.no_grad():
+                part = parameter.clone() if partition is None else partition.part(parameter, rank)
+            setattr(self, name, like_parameter(part, parameter))
+        return self.train(full.training)
+
     def full_parameter(self, name: str) -> torch.Tensor:
         """Return the full tensor of a parameter, without padding. Every rank of the group must call it."""
         tensor: torch.Tensor = self.get_parameter(name).detach()
@@ -345,8 +353,7 @@ class ShardedModule(TaggedModule):
 
 def partitions_in(module: nn.Module) -> dict[str, Partition]:
     """Return how a module's own parameters are divided, by name; the module may be of any class."""
-    found: dict[str, Partition] = vars(module).get("partitions", {})
-    return found
+    return vars(module).get("partitions", {})
 
 
 def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
@@ -364,7 +371,6 @@ def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: i
 
 
 def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, rank: int) -> None:
-    """Replace full tensors of a state dict by this rank's parts."""
     for name, partition in partitions_in(module).items():
         parameter, given = module._parameters.get(name), state_dict.get(prefix + name)
         if parameter is None or given is None or given.shape == parameter.shape:

@@ -1,19 +1,16 @@
 """Hooks around a block: they gather its input once for all readers, and sum its output over the ranks.
 
-In layers that a plan recomputes whole, everything that gathers an input keeps the gathered tensor instead of
-gathering again in backward (`keep_gathered_inputs`).
-
 Random numbers that differ over the ranks of a group, from a stream that is the same on all of them.
 
-Ranks of a tensor-parallel group draw the same numbers wherever they hold the same tensor: the model's
-dropout outside of the sharded regions must agree on all replicas. On shards (a part of the sequence, some of
-the heads) they must differ. NxD and Megatron keep a second stream with a tracker, a global, which PyTorch's
-checkpointing does not restore: a dropout that runs again draws another mask.
+Ranks of a tensor-parallel group must draw the same numbers where they hold the same tensor (dropout outside
+of the sharded regions), and different ones on shards (a part of the sequence, some of the heads). NxD and
+Megatron keep a second stream with a tracker, a global that PyTorch's checkpointing does not restore: a
+dropout that runs again draws another mask.
 
-Here nothing is kept. A rank's own stream is derived, at the moment that it is needed, from the state of the
-common one and the rank. Afterwards the common stream is where it was, moved on by one draw, however
-much was drawn from the derived one. Whoever restores the common stream, as `torch.utils.checkpoint` does,
-therefore gets the same masks again, and a saved random state of one rank is that of all.
+Here nothing is kept. A rank's own stream is derived, when it is needed, from the state of the common one and
+the rank. Afterwards the common stream is moved on by one draw, however much was drawn from the derived one.
+So whoever restores the common stream, as `torch.utils.checkpoint` does, gets the same masks again, and a
+saved random state of one rank is that of all.
 """
 
 from __future__ import annotations
@@ -37,18 +34,17 @@ from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, Change, SequenceRegion, argument_names, with_changed, with_first
 
 MODEL_PARALLEL_OFFSET = 2718
-"""Number that NxD and Megatron add to the seed for ranks' own streams (``parallel_layers/random.py``)."""
+"""What NxD and Megatron add to the seed for ranks' own streams (``parallel_layers/random.py``)."""
 
-_SEEDS = 2**63
 _OFFSET_STEP = 4
-"""Random numbers of one call of a counter-based generator (Philox), whose offset is a multiple of this."""
+"""The offset of a counter-based generator (Philox) is a multiple of this."""
 
 
 def model_parallel_seed(seed: int, rank: int) -> int:
     """Return the seed of NxD's and Megatron's stream of a rank.
 
-    Use it only to draw the same numbers as they do, e.g. for weights initialised on the device; the library's
-    own regions use `rank_stream`.
+    Only for drawing the same numbers as they do (weights initialised on the device); the library's own
+    regions use `rank_stream`.
     """
     return seed + MODEL_PARALLEL_OFFSET + rank
 
@@ -59,13 +55,12 @@ def rank_stream(
 ) -> Iterator[None]:
     """Within the ``with`` block, default generators draw other numbers on each rank of the group.
 
-    The ranks enter with equal states and leave with equal states. In a group of one nothing changes: such a
-    model draws the same numbers as without this library. Blocks may nest. The host never waits for a device.
+    The ranks enter and leave with equal states. In a group of one nothing changes. Blocks may nest. The host
+    never waits for a device.
 
     Args:
         group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
-        device: the generator that the block draws from; ``None``: the CPU's, and the current accelerator's
-            where one is in use.
+        device: the generator that the block draws from; ``None``: the CPU's, and the current accelerator's.
 
     Raises:
         RuntimeError: no group was given, and none encloses.
@@ -78,12 +73,17 @@ def rank_stream(
     states = [generator.get_state() for generator in generators]
     try:
         for generator, state in zip(generators, states, strict=True):
-            generator.manual_seed(_derived_seed(state, found.rank()))
+            key = str(found.rank()).encode()
+            digest = hashlib.blake2b(state.numpy().tobytes(), key=key, digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(digest, "little") % 2**63)
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-            _move_on(generator)
+            if generator.device.type == "cpu":
+                torch.rand((), generator=generator, device="cpu")
+            else:
+                generator.set_offset(generator.get_offset() + _OFFSET_STEP)
 
 
 def _generators(device: torch.device | None) -> list[torch.Generator]:
@@ -101,29 +101,13 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     return [*found, of_devices[torch.accelerator.current_device_index() if index is None else index]]
 
 
-def _derived_seed(state: torch.Tensor, rank: int) -> int:
-    """Return a seed made of a generator's state (bytes on the host, for devices too) and the rank."""
-    digest = hashlib.blake2b(state.numpy().tobytes(), key=str(rank).encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") % _SEEDS
-
-
-def _move_on(generator: torch.Generator) -> None:
-    if generator.device.type == "cpu":
-        torch.rand((), generator=generator, device="cpu")
-    else:
-        generator.set_offset(generator.get_offset() + _OFFSET_STEP)
-
-
 class GatherHook:
-    """Hook of the norm before a block: gathers the whole sequence for the block.
-
-    The block gets the whole sequence because attention takes the shape of its heads from its input.
+    """Hook of the norm before a block: gathers the whole sequence, whose shape attention reads.
 
     In a layer that is recomputed whole in backward, the recomputation gathers again. That result is then kept
     until the products that read it have run backward, or it would be gathered a third time.
 
     Args:
-        region: where the model's hidden states are parts of the sequence.
         readers: column-parallel projections that read the input; with none, autograd saves what it needs.
         in_autocast_dtype: whether, under autocast, the input is cast before it is gathered.
         layer: the decoder layer of the block.
@@ -131,7 +115,6 @@ class GatherHook:
     Attributes:
         keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
             gradient checkpointing is on for the layer.
-        tokens: shape of the tokens that were gathered last.
     """
 
     part_of_the_model = True
@@ -166,11 +149,7 @@ class GatherHook:
 
 
 class BlockInputHook:
-    """Pre-hook of a block for which it is not known which norm it reads: gathers the block's input.
-
-    Args:
-        gather: gathers the block's first argument.
-    """
+    """Pre-hook of a block for which it is not known which norm it reads: gathers the block's input."""
 
     part_of_the_model = True
 
@@ -184,23 +163,16 @@ class BlockInputHook:
         first = args[0] if args else kwargs[names[0]]
         gathered = self.gather.gathered(first)
         same = [name for name, value in _named(names, args, kwargs) if value is first]
-        changes = {
-            **dict.fromkeys(SOURCE_ARGUMENTS, self.gather.copied),
-            **dict.fromkeys(same, lambda _: gathered),
-        }
-        return with_changed(names, args, kwargs, changes)
+        changes: dict[str, Change] = dict.fromkeys(SOURCE_ARGUMENTS, self.gather.copied)
+        return with_changed(names, args, kwargs, {**changes, **dict.fromkeys(same, lambda _: gathered)})
 
 
 class WholeBlockHooks:
     """Hooks around a module that is not divided but reads all tokens, while the region is active.
 
-    The module gets the whole sequence; of its output this rank keeps its own tokens only. So the gradient of
-    the output is zero for the other tokens, and gradients of input and parameters must be summed over the
-    ranks, as in a divided block.
-
-    Args:
-        gather: gathers the module's input; made without readers.
-        region: says where the model's hidden states are parts of the sequence.
+    The module gets the whole sequence; of its output this rank keeps its own tokens. So the output's gradient
+    is zero for other tokens, and gradients of input and parameters must be summed over the ranks, as in a
+    divided block. ``gather`` has no readers.
     """
 
     part_of_the_model = True
@@ -209,14 +181,12 @@ class WholeBlockHooks:
         self._gather, self._region = gather, region
 
     def attach(self, module: nn.Module) -> None:
-        """Put both hooks on the module."""
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._behind)
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gather the first argument, and all other arguments with as many rows."""
         if not self._region.is_active:
             return None
         names = argument_names(module)
@@ -230,18 +200,13 @@ class WholeBlockHooks:
     def _behind(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if not self._region.is_active:
             return None
-        return with_first(output, self._own)
-
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return own_part(whole, SEQUENCE_DIM, self._region.group)
+        return with_first(output, lambda whole: own_part(whole, SEQUENCE_DIM, self._region.group))
 
 
 class WideNormHooks:
     """Hooks around a norm over the features of all heads: they gather the features that this rank lacks.
 
-    Args:
-        region: says where the model's hidden states are parts of the sequence.
-        replicas: number of ranks that hold the same heads.
+    ``replicas`` consecutive ranks hold the same heads.
     """
 
     part_of_the_model = True
@@ -250,7 +215,6 @@ class WideNormHooks:
         self._region, self._replicas = region, replicas
 
     def attach(self, norm: nn.Module) -> None:
-        """Put both hooks on the norm."""
         norm.register_forward_pre_hook(self._whole)
         norm.register_forward_hook(self._own)
 
@@ -268,13 +232,7 @@ class WideNormHooks:
 
 
 class HeadArgumentsHook:
-    """Pre-hook of divided attention: cuts arguments with a value per head (biases) to this rank's heads.
-
-    Args:
-        module: the attention.
-        heads: query heads of the whole model.
-        region: says where the model's hidden states are parts of the sequence.
-    """
+    """Pre-hook of divided attention: cuts arguments with a value per head (biases) to this rank's heads."""
 
     part_of_the_model = True
 
@@ -322,9 +280,9 @@ class ReduceHook:
 class SharesCheck:
     """Hook that checks once that whole parameters in a divided block act only before the sum over ranks.
 
-    Gradients of such parameters are partial on each rank, and are summed. A parameter that is used after the
-    sum, or beside it, has a complete gradient on each rank, which must not be summed. For an unknown family
-    only the autograd graph shows that; it is checked in the first forward that has one.
+    Their gradients are partial on each rank, and are summed. A parameter that is used after the sum, or
+    beside it, has a complete gradient on each rank, which must not be summed. For an unknown family only the
+    autograd graph shows that; the first forward that has one is checked.
 
     Args:
         name: name of the block, for messages.
@@ -367,7 +325,6 @@ class RankStreamHooks:
     """Hooks around a module in training: dropout differs between ranks, and is repeated in a recomputation.
 
     Args:
-        region: says where the model's hidden states are parts of the sequence.
         on_parts: true for a layer, which works on parts of the sequence while the region is active; false for
             attention, whose heads are always divided and which its layer covers in an active region.
     """
@@ -381,10 +338,8 @@ class RankStreamHooks:
     def attach(self, module: nn.Module, ends: Sequence[nn.Module] = ()) -> None:
         """Put both hooks on the module.
 
-        Args:
-            module: the module to hook.
-            ends: modules inside it before which the rank's own random stream ends, because all ranks compute
-                the same from there on.
+        Before the modules ``ends`` inside it the rank's own random stream ends: all ranks compute the same
+        from there on.
         """
         module.register_forward_pre_hook(self._enter)
         for end in ends:
@@ -407,7 +362,6 @@ def _is_traced() -> bool:
 
 
 def on_fake_tensors() -> bool:
-    """Whether operators run on fake tensors here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -416,14 +370,11 @@ _Gather = GatherHook | SharedInput | ParallelExperts
 
 
 def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
-    """Let the column-parallel projections in ``layer`` save their gathered input in place of the shard.
+    """Let the column-parallel projections in ``layer`` save their gathered input, until the returned call.
 
-    This is for a layer that is recomputed whole: what the recomputation saves exists only during the layer's
-    backward, and one gather less is needed. The gathers of a patched model are found, and each `SharedInput`
-    that is an attribute of a module; in other layers nothing is changed.
-
-    Returns:
-        A function that restores the settings.
+    For a layer that is recomputed whole: what the recomputation saves exists only during the layer's
+    backward, and one gather less is needed. Covers a patched model's gathers, and each `SharedInput` that is
+    an attribute of a module.
     """
     undo = ExitStack()
     for gather in _gathers(layer):

@@ -4,14 +4,12 @@ The ``begin_..`` forms return at once with a `Pending` result, which holds the t
 reads and writes. On CUDA a collective runs on NCCL's own stream after the work that the current stream has
 so far, and `Pending.wait` makes the current stream wait for the collective; the host waits for nothing.
 
-Fake tensors (a forward that only records what a model does) get fake results, without waiting for other
-ranks.
+Fake tensors (a forward that only records what a model does) get fake results, without other ranks. When a
+rank dies in a training, the error on every other rank names it (`rank_agreement`).
 
-When a rank dies in the middle of a training, the error on every other rank names it (`rank_agreement`).
-
-The group is passed, or taken from the enclosing context (`tensor_parallel_group`). That context variable is
-the only state of this package that is not an argument. The threads on which autograd
-runs a device's backward do not see it: what communicates in backward must keep its group from forward.
+The group is passed, or taken from the enclosing context (`tensor_parallel_group`), the only state of this
+package that is not an argument. The threads on which autograd runs a device's backward do not see that
+context variable: what communicates in backward must keep its group from forward.
 """
 
 from __future__ import annotations
@@ -35,17 +33,12 @@ class Pending:
         work: handle of the collective; ``None`` if it is done.
         arrange: returns the result, once the collective is done.
         held: the tensor that the collective reads, kept alive until it is done.
-        group: the process group.
     """
 
     __slots__ = ("_arrange", "_group", "_held", "_work")
 
     def __init__(
-        self,
-        work: Any,
-        arrange: Callable[[], torch.Tensor],
-        held: torch.Tensor,
-        group: dist.ProcessGroup | None = None,
+        self, work: Any, arrange: Callable[[], torch.Tensor], held: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         self._work, self._arrange, self._group = work, arrange, group
         self._held: torch.Tensor | None = held
@@ -79,7 +72,7 @@ def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, waits: 
     parts = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
     work = None
     if not isinstance(part, FakeTensor):
-        gather = _collective("all_gather_single", "all_gather_into_tensor")
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
         work = _run(group, gather, parts, part, group=group, async_op=not waits)
     stacked = parts.unflatten(0, (group.size(), part.shape[0]))
     return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part, group)
@@ -103,11 +96,7 @@ def begin_reduce_scatter(
     dtype: torch.dtype | None = None,
     waits: bool = False,
 ) -> Pending:
-    """Start the reduction of `reduce_scattered`; ``whole`` must not be written before the result is there.
-
-    Raises:
-        ValueError: the size along ``dim`` does not divide by the group size.
-    """
+    """Start the reduction of `reduce_scattered`; ``whole`` must not be written before the result is there."""
     _check_divisible(whole, dim, group)
     whole = whole.to(sum_dtype(whole.dtype, dtype))
     dim %= whole.dim()
@@ -115,7 +104,7 @@ def begin_reduce_scatter(
     part = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
     work = None
     if not isinstance(whole, FakeTensor):
-        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = _run(group, reduce_scatter, part, parts, group=group, async_op=not waits)
     return Pending(work, lambda: part, parts, group)
 
@@ -142,8 +131,8 @@ def begin_all_reduce(
 def summed_over_replicas(tensor: torch.Tensor, replicas: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over this rank's block of ``replicas`` consecutive ranks; ``replicas`` divides tp.
 
-    Each rank sends its tensor to the others of its block only. Every rank of a block adds the same numbers in
-    the same order, so the results are bitwise equal. Every rank of the group must call it.
+    Every rank of a block adds the same numbers in the same order, so the results are bitwise equal. Every
+    rank of the group must call it.
     """
     if isinstance(tensor, FakeTensor):
         return tensor.clone()
@@ -157,11 +146,7 @@ def summed_over_replicas(tensor: torch.Tensor, replicas: int, group: dist.Proces
 
 
 def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part along ``dim``, in a storage of its own: a view would keep the whole alive.
-
-    Raises:
-        ValueError: the size along ``dim`` does not divide by the group size.
-    """
+    """Return this rank's part along ``dim``, in a storage of its own: a view would keep the whole alive."""
     _check_divisible(whole, dim, group)
     return whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
@@ -169,17 +154,11 @@ def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
 def reduce_in_place(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Replace ``tensor`` by its sum (or another ``operation``) over all ranks.
-
-    Raises:
-        LostRankError: a rank has ended.
-    """
+    """Replace ``tensor`` by its sum (or another ``operation``) over all ranks."""
     _run(group, dist.all_reduce, tensor, op=operation, group=group)
 
 
-def _run(
-    group: dist.ProcessGroup | None, collective: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _run(group: dist.ProcessGroup, collective: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return collective(*args, **kwargs)
     except RuntimeError as error:
@@ -201,12 +180,6 @@ def _check_divisible(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
         )
 
 
-def _collective(name: str, name_before: str) -> Callable[..., Any]:
-    """Return a collective by its name since torch 2.13, or else by its older name."""
-    found: Callable[..., Any] | None = getattr(dist, name, None)
-    return found if found is not None else getattr(dist, name_before)
-
-
 _ENCLOSING: ContextVar[dist.ProcessGroup | None] = ContextVar("tensor_parallel_group", default=None)
 
 
@@ -221,7 +194,6 @@ def tensor_parallel_group(group: dist.ProcessGroup) -> Iterator[dist.ProcessGrou
 
 
 def enclosing_group() -> dist.ProcessGroup | None:
-    """Return the group of the innermost `tensor_parallel_group` block, or ``None`` outside of any."""
     return _ENCLOSING.get()
 
 
@@ -241,11 +213,7 @@ def group_or_enclosing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 class Replicas:
-    """The ranks of a group that hold a tensor alike; the engine uses it to keep a slice on each rank.
-
-    Args:
-        group: tensor-parallel group.
-    """
+    """The ranks of a group that hold a tensor alike; the engine uses it to keep a slice on each rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

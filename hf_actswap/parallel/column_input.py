@@ -48,6 +48,7 @@ rounding). Weights are cast again in backward; no cast copy of them is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,8 @@ class InputSettings(NamedTuple):
         dim: dim of the sequence; not read without sequence parallelism.
         reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         keep_gathered: whether the gathered input is saved in place of the shard, and not gathered again.
-        in_autocast_dtype: whether, under autocast, the input is cast before the gather: for inputs that only
-            products read.
+        in_autocast_dtype: whether, under autocast, the input is cast before the gather (only for inputs that
+            nothing but products reads).
     """
 
     group: dist.ProcessGroup
@@ -91,17 +92,15 @@ class InputSettings(NamedTuple):
 
 
 def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: InputSettings) -> torch.Tensor:
-    """Return the input that column-parallel layers with these ``weights`` multiply.
+    """Return the input ``[.., S, .., H]`` that column-parallel layers with these ``weights`` multiply.
+
+    Any other consumer must also do different work on each rank, because the gradients of all consumers are
+    summed over the ranks. The tensor must not be written in place.
 
     Args:
         x: ``[.., S / tp, .., H]`` under sequence parallelism, else ``[.., H]``, alike on all ranks.
         weights: the layers' parameters, ``[out / tp, H]``. Their gradients are computed here; the layers
             must multiply with `linear`.
-        settings: how to communicate.
-
-    Returns:
-        ``[.., S, .., H]``. Any other consumer must also do different work on each rank, because the gradients
-        of all consumers are summed over the ranks. The tensor must not be written in place.
     """
     group = settings.group
     if group.size() == 1:
@@ -118,12 +117,10 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
     if not torch.is_grad_enabled() or not (x.requires_grad or any(w.requires_grad for w in weights)):
         return gathered
     summed = [with_summed_gradient(weight, group) for weight in weights]
-    shown: torch.Tensor = _ColumnInput.apply(x, own, gathered, (settings, tuple(weights)), *summed)
-    return shown
+    return _ColumnInput.apply(x, own, gathered, (settings, tuple(weights)), *summed)
 
 
 def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Return a weight as ``[out, in]``; with ``transposed`` it is stored as ``[in, out]``."""
     return weight.t() if transposed else weight
 
 
@@ -136,18 +133,15 @@ def linear(
     ``TorchFunctionMode`` sees this function, under the name ``linear``.
     """
     if has_torch_function((x, weight)):
-        result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group, transposed)
-        return result
+        return handle_torch_function(linear, (x, weight), x, weight, group, transposed)
     if group.size() == 1:
         return F.linear(x, weight_of_linear(weight, transposed))
     behind = input_node_of(x, weight)
     if behind is not None:
-        product: torch.Tensor = _Product.apply(x, weight.detach(), *behind, transposed)
-        return product
+        return _Product.apply(x, weight.detach(), *behind, transposed)
     weight = with_summed_gradient(weight, group)
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
-        again: torch.Tensor = _LeafProduct.apply(x, weight, transposed)
-        return again
+        return _LeafProduct.apply(x, weight, transposed)
     return F.linear(x, weight_of_linear(weight, transposed))
 
 
@@ -168,9 +162,7 @@ def input_node_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | No
 class _Received:
     """Output gradients that the products of one backward have passed to the input node.
 
-    Args:
-        backward: number of the backward.
-        gather: the running gather of the shard; ``None``: the input was saved whole.
+    ``gather`` is the running gather of the shard; ``None``: the input was saved whole.
     """
 
     def __init__(self, backward: int, gather: Pending | None) -> None:
@@ -204,7 +196,11 @@ class _ColumnInput(torch.autograd.Function):
         ctx.received = None
         reduction = None
         if gradient is not None and ctx.needs_input_grad[0]:
-            reduction = _begin_reduction(gradient, ctx.settings)
+            to: InputSettings = ctx.settings
+            if to.sequence_parallel:
+                reduction = begin_reduce_scatter(gradient, to.dim, to.group, to.reduce_dtype)
+            else:
+                reduction = begin_all_reduce(gradient, to.group, to.reduce_dtype)
         weight_gradients: list[torch.Tensor | None] = [None] * len(ctx.weights)
         if received is not None and received.backward == _running_backward():
             whole = ctx.saved_tensors[0] if received.gather is None else received.gather.wait()
@@ -229,7 +225,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        pass_output_gradient(ctx.node, ctx.number, gradient, _weight_product(ctx.transposed))
+        pass_output_gradient(ctx.node, ctx.number, gradient, partial(_dense, transposed=ctx.transposed))
         if not ctx.node.needs_input_grad[0]:
             return None, None, None, None, None
         weight = weight_of_linear(weight, ctx.transposed)
@@ -258,7 +254,8 @@ class _LeafProduct(torch.autograd.Function):
         if ctx.x is not None:
             if ctx.x._version != ctx.version:
                 raise RuntimeError("the input of a column-parallel layer was modified in place")
-            _weight_gradients([(0, gradient, _weight_product(ctx.transposed))], ctx.x, found)
+            product = partial(_dense, transposed=ctx.transposed)
+            _weight_gradients([(0, gradient, product)], ctx.x, found)
         weight = weight_of_linear(weight, ctx.transposed)
         return _input_gradient(gradient, weight, ctx.x_dtype), found[0], None
 
@@ -280,12 +277,6 @@ def pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product
             gather = begin_gather(node.saved_tensors[0], node.settings.dim, node.settings.group)
         received = node.received = _Received(backward, gather)
     received.gradients.append((number, gradient, product))
-
-
-def _begin_reduction(gradient: torch.Tensor, settings: InputSettings) -> Pending:
-    if settings.sequence_parallel:
-        return begin_reduce_scatter(gradient, settings.dim, settings.group, settings.reduce_dtype)
-    return begin_all_reduce(gradient, settings.group, settings.reduce_dtype)
 
 
 def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -311,22 +302,13 @@ def _weight_gradients(
             found[number] = own if before is None else before + own
 
 
-def _weight_product(transposed: bool) -> WeightProduct:
-    return _dense_transposed if transposed else _dense
-
-
-def _dense(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the weight's gradient ``[out / tp, H]`` from ``[.., out / tp]`` and ``[T, H]``."""
-    return gradient.reshape(-1, gradient.shape[-1]).t().mm(rows)
-
-
-def _dense_transposed(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the weight's gradient ``[H, out / tp]`` from ``[.., out / tp]`` and ``[T, H]``."""
-    return rows.t().mm(gradient.reshape(-1, gradient.shape[-1]))
+def _dense(gradient: torch.Tensor, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Return the weight's gradient ``[out / tp, H]`` (or transposed) of ``[.., out / tp]`` and ``[T, H]``."""
+    gradient = gradient.reshape(-1, gradient.shape[-1])
+    return rows.t().mm(gradient) if transposed else gradient.t().mm(rows)
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast would cast ``x``; ``None``: it would not."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return None

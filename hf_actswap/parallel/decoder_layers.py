@@ -9,10 +9,9 @@ experts each rank routes its own tokens, and computes its part of the experts fo
 
 **A rank computes a share of a block's output**: it has a part of the features, the row-parallel projection
 multiplies this part, and the ranks' shares are summed. So in backward the gradients of all other parameters
-in the block are shares too: of norms of heads, low-rank projections before the divided ones, routers,
-activations with parameters. Backward is linear, so shares pass through these modules like whole gradients.
-They are summed in the end: the input's gradient by its communication, the gradients of whole parameters once
-per step, because they are tagged.
+in the block (norms of heads, low-rank projections, routers, activations) are shares too. Backward is linear,
+so shares pass through these modules like whole gradients. They are summed in the end: the input's gradient by
+its communication, the gradients of whole parameters once per step, because they are tagged.
 """
 
 from __future__ import annotations
@@ -73,15 +72,20 @@ from .weights import ParameterTags, Partition, divide_parameter, partitions_in
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of attention heads of a whole block, and of the ranks that divide them."""
+    """Numbers of attention heads of a whole block, and of the ranks that divide them.
+
+    In a block without attention each rank is one head.
+    """
 
     query: int
     key_value: int
     ranks: int
 
     @classmethod
-    def of(cls, config: Any, module: Any, ranks: int) -> Heads:
-        """Read the numbers from an attention module; those that it does not have, from its configuration."""
+    def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Heads:
+        if not block.is_attention:
+            return cls(ranks, ranks, ranks)
+        module: Any = layer.get_submodule(block.path)
         groups, head_dim = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
         key = base_of(getattr(module, "k_proj", module))
         keys = key.out_features // head_dim if head_dim and isinstance(key, nn.Linear) else None
@@ -98,16 +102,13 @@ class Heads:
 
     @property
     def own_query(self) -> int:
-        """Number of query heads of one rank."""
         return self.query // self.ranks
 
     @property
     def own_key_value(self) -> int:
-        """Number of key and value heads of one rank."""
         return max(self.key_value // self.ranks, 1)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each number of heads that the ranks do not divide."""
         where = "parallel_config.tensor_parallel_size"
         if self.query % self.ranks:
             expected = f"a divisor of {self.query}, the number of attention heads (num_attention_heads)"
@@ -116,14 +117,34 @@ class Heads:
             expected = f"a divisor or a multiple of {self.key_value}, the number of key-value heads"
             yield Problem(where, f"{expected} (num_key_value_heads)", str(self.ranks))
 
+    def settings(self, size: int, kind: Columns) -> dict[str, Any]:
+        """Return the arguments for a column-parallel layer of ``size`` output features.
+
+        Raises:
+            ValueError: each head has its q, k and v side by side, and the ranks do not divide the heads.
+        """
+        if kind is Columns.KEY_VALUE:
+            return {"replicas": self.replicas}
+        if kind is Columns.FUSED_PAIR:
+            return {"sections": (size // 2,) * 2}
+        if kind is Columns.FUSED_QKV or (kind is Columns.FUSED_HEADS and self.key_value == 1):
+            width = size // (self.query + 2 * self.key_value)
+            sections = (self.query * width, self.key_value * width, self.key_value * width)
+            replicas = 1 if self.replicas == 1 else (1, self.replicas, self.replicas)
+            return {"sections": sections, "replicas": replicas}
+        if kind is Columns.FUSED_HEADS and self.key_value % self.ranks:
+            raise ValueError(
+                f"{self.key_value} key-value heads, each beside its queries, on {self.ranks} ranks"
+            )
+        return {}
+
+    def partition(self, dim: int, size: int, kind: Columns | None) -> Partition:
+        """Return how ``size`` features are divided: output features by ``kind``; ``None``: input features."""
+        return Partition.of(dim, size, self.ranks, **({} if kind is None else self.settings(size, kind)))
+
 
 class OwnHeadsConfig:
-    """A configuration as one rank's attention reads it: with its own numbers of heads.
-
-    Args:
-        config: the model's configuration, from which everything else is read.
-        heads: numbers of heads of the whole model, and of ranks.
-    """
+    """A configuration as one rank's attention reads it: with its own numbers of heads."""
 
     def __init__(self, config: Any, heads: Heads) -> None:
         self._config = config
@@ -135,70 +156,12 @@ class OwnHeadsConfig:
         return getattr(self._config, name)
 
 
-@dataclass(frozen=True)
-class Division:
-    """The ranks among which the projections of one block are divided, and the heads of attention.
-
-    Args:
-        ranks: size of the tensor-parallel group.
-        heads: heads of an attention block; ``None``: it is another block.
-    """
-
-    ranks: int
-    heads: Heads | None = None
-
-    @classmethod
-    def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Division:
-        """Return the division of a block of a layer."""
-        if not block.is_attention:
-            return cls(ranks)
-        return cls(ranks, Heads.of(config, layer.get_submodule(block.path), ranks))
-
-    def settings(self, size: int, kind: Columns) -> dict[str, Any]:
-        """Return the arguments for a column-parallel layer of ``size`` output features.
-
-        Raises:
-            ValueError: each head has its q, k and v side by side, and the ranks do not divide the heads.
-        """
-        heads = self.heads or Heads(self.ranks, self.ranks, self.ranks)
-        if kind is Columns.KEY_VALUE:
-            return {"replicas": heads.replicas}
-        if kind is Columns.FUSED_PAIR:
-            return {"sections": (size // 2,) * 2}
-        if kind is Columns.FUSED_QKV or (kind is Columns.FUSED_HEADS and heads.key_value == 1):
-            width = size // (heads.query + 2 * heads.key_value)
-            sections = (heads.query * width, heads.key_value * width, heads.key_value * width)
-            replicas = 1 if heads.replicas == 1 else (1, heads.replicas, heads.replicas)
-            return {"sections": sections, "replicas": replicas}
-        if kind is Columns.FUSED_HEADS and heads.key_value % self.ranks:
-            raise ValueError(
-                f"{heads.key_value} key-value heads, each beside its queries, on {self.ranks} ranks"
-            )
-        return {}
-
-    def partition(self, dim: int, size: int, kind: Columns | None) -> Partition:
-        """Return how ``size`` features are divided: output features by ``kind``; ``None``: input features.
-
-        Raises:
-            ValueError: the ranks do not divide them.
-        """
-        return Partition.of(dim, size, self.ranks, **({} if kind is None else self.settings(size, kind)))
-
-
-def problems_of_block(where: str, layer: nn.Module, block: Block, division: Division) -> Iterator[Problem]:
-    """Yield a problem for each part of a dense block that is not supported or does not divide.
-
-    Args:
-        where: name of the layer.
-        layer: the layer that has the block.
-        block: the block.
-        division: heads and ranks among which its projections are divided.
-    """
-    if division.heads is not None:
-        yield from division.heads.problems()
+def problems_of_block(where: str, layer: nn.Module, block: Block, heads: Heads) -> Iterator[Problem]:
+    """Yield a problem for each part of a dense block of a layer (named ``where``) that cannot be divided."""
+    yield from heads.problems()
     for name, (dim, parts) in block.parameters.items():
         try:
-            Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
+            Partition.of(dim, _get(layer, name).shape[dim], heads.ranks, parts)
         except ValueError as error:
             yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
     for name in (*block.columns, *block.rows):
@@ -212,52 +175,58 @@ def problems_of_block(where: str, layer: nn.Module, block: Block, division: Divi
                 yield Problem(f"{where}.{name}", "a projection without bias", "one with bias")
         kind = block.columns.get(name)
         try:
-            division.partition(0, _size(found, is_row=kind is None), kind)
+            if isinstance(found, nn.Parameter):
+                size = len(found)
+            else:
+                size = sizes_of(base_of(found))[0 if kind is None else 1]
+            heads.partition(0, size, kind)
         except ValueError as error:
             yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
 
 
 def divide_block(
-    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
+    layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion, tags: ParameterTags
 ) -> None:
-    """Divide a dense block of a layer in place."""
     is_split = Columns.GATHERED in block.columns.values()
     wide = [] if is_split else wide_norms(layer, block.path)
     is_adapted_anywhere = any(is_adapted(_get(layer, name)) for name in block.columns)
-    readers = _divide_columns(layer, block, division, region, tags)
+    readers = _divide_columns(layer, block, heads, region, tags)
     rows = list(_divide_rows(layer, block, is_split, region, tags))
     for name, (dim, parts) in block.parameters.items():
-        partition = Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
+        partition = Partition.of(dim, _get(layer, name).shape[dim], heads.ranks, parts)
         _divide_parameter(layer, name, partition, region, tags)
     shared, whole = _share_rest(layer, block, region, tags)
     gather = GatherHook(region, readers + shared, layer, in_autocast_dtype=not is_adapted_anywhere)
-    gather_input(layer, block, gather)
     module = layer.get_submodule(block.path)
+    if block.norm is None:
+        module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
+    else:
+        layer.get_submodule(block.norm).register_forward_hook(gather)
     for row in rows:
         row.tokens = gather.tokens
     if block.sums_output:
         module.register_forward_hook(ReduceHook(region, gather.tokens))
     if whole and all(row.startswith(f"{block.path}.") for row in block.rows):
         module.register_forward_hook(SharesCheck(block.path, whole))
-    if division.heads is not None and not is_split:
-        _count_own_heads(module, division.heads, rows[0].input_size, region)
+    if block.is_attention and not is_split:
+        _count_own_heads(module, heads, rows[0].input_size, region)
     for name in wide:
-        replicas = division.heads.replicas if division.heads is not None and name == "k_norm" else 1
+        replicas = heads.replicas if name == "k_norm" else 1
         WideNormHooks(region, replicas).attach(module.get_submodule(name))
 
 
 def _divide_columns(
-    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
+    layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion, tags: ParameterTags
 ) -> list[nn.Module]:
     """Divide the projections that read the block's input; return their linear layers."""
     readers: list[nn.Module] = []
     for name, kind in block.columns.items():
         target: Any = _get(layer, name)
         if isinstance(target, nn.Parameter):
-            _divide_parameter(layer, name, division.partition(0, len(target), kind), region, tags)
+            _divide_parameter(layer, name, heads.partition(0, len(target), kind), region, tags)
             continue
         full = base_of(target)
-        own = division.settings(sizes_of(full)[1], kind)
+        own = heads.settings(sizes_of(full)[1], kind)
         settings = {**_settings(region), **own, "input_is_shared": True}
         layer_class = GatheredColumns if kind is Columns.GATHERED else ColumnParallelLinear
         column = layer_class.from_linear(full, **settings)
@@ -271,7 +240,6 @@ def _divide_columns(
 def _divide_rows(
     layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
 ) -> Iterator[RowParallelLinear]:
-    """Divide the projections that end the block, and yield each."""
     row_class = UnreducedRowLinear if block.sums_output else SplitRow if is_split else RowParallelLinear
     for name in block.rows:
         target = layer.get_submodule(name)
@@ -284,23 +252,12 @@ def _divide_rows(
         yield row
 
 
-def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
-    """Register a hook that gathers the block's input: on the norm before the block, or on the block."""
-    if block.norm is None:
-        module = layer.get_submodule(block.path)
-        module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
-    else:
-        layer.get_submodule(block.norm).register_forward_hook(gather)
-
-
 def _share_rest(
     layer: nn.Module, block: Block, region: SequenceRegion, tags: ParameterTags
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
-    """Tag the parameters of the block outside its projections.
+    """Tag the parameters of the block outside its projections; return them with their modules.
 
-    Returns:
-        The linear layers outside the projections, which may read the block's input; and (module, parameter
-        name) for each tagged parameter.
+    Before them come the linear layers outside the projections, which may read the block's input.
     """
     readers: list[nn.Module] = []
     whole: list[tuple[nn.Module, str]] = []
@@ -308,8 +265,7 @@ def _share_rest(
     for name, inner in list(module.named_modules()):
         if name and type(inner) is nn.Linear and not _is_adapter_part(module, name):
             shared = SharedInputLinear(inner, region).train(inner.training)
-            parent, _, last = name.rpartition(".")
-            module.get_submodule(parent)._modules[last] = shared
+            module.set_submodule(name, shared)
             readers.append(shared)
             inner = shared
         if not isinstance(inner, ParallelLinear):
@@ -341,19 +297,12 @@ def _get(layer: nn.Module, path: str) -> Any:
     return getattr(layer.get_submodule(parent), name)
 
 
-def _size(found: Any, is_row: bool) -> int:
-    if isinstance(found, nn.Parameter):
-        return len(found)
-    return sizes_of(base_of(found))[0 if is_row else 1]
-
-
 def _put(
     layer: nn.Module, name: str, target: nn.Module, made: ParallelLinear, region: SequenceRegion
 ) -> None:
     region.adopt(made)
     if not is_adapted(target):
-        parent, _, last = name.rpartition(".")
-        layer.get_submodule(parent)._modules[last] = made
+        layer.set_submodule(name, made)
 
 
 def _settings(region: SequenceRegion) -> dict[str, Any]:
@@ -388,7 +337,6 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
 
 def _counted(module: Any, what: str) -> int | None:
-    """Return the number of heads (``what`` in `COUNTS`) that an attention module has as an attribute."""
     found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
     return next((number for number in found if isinstance(number, int)), None)
 
@@ -401,7 +349,7 @@ class Decoder:
         base: the decoder without head, which is called with ids.
         stacks: its lists of layers, by path in ``base``.
         family: what is known of the model's family.
-        plan: the tensor-parallel plan of the model's configuration (`plan_of`).
+        plan: from `plan_of`.
     """
 
     base: Any
@@ -411,7 +359,6 @@ class Decoder:
 
     @classmethod
     def of(cls, root: Any) -> Decoder:
-        """Find the decoder in a language model."""
         base = _base_of(root)
         config = getattr(base, "config", root.config)
         family, plan = FAMILIES.get(config.model_type, Family()), plan_of(config)
@@ -426,11 +373,9 @@ class Decoder:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All layers, each once."""
         return list(dict.fromkeys(layer for stack in self.stacks.values() for layer in stack))
 
     def blocks(self, layer: nn.Module) -> list[Block]:
-        """Return the dense blocks of a layer."""
         return blocks_of(layer, self.plan, self.family)
 
     def parameters_between(self, root: Any) -> list[str]:
@@ -449,21 +394,13 @@ class Decoder:
             if id(module) not in inside and module._parameters:
                 yield module, behind and not isinstance(module, nn.Embedding)
 
-    @property
-    def forward_reshapes(self) -> bool:
-        """Whether the decoder's forward reshapes tensors, maybe hidden states to a whole sequence's shape."""
-        forward = inspect.unwrap(type(self.base).forward)
-        return not {"view", "reshape"}.isdisjoint(forward.__code__.co_names)
-
 
 def _base_of(root: Any) -> nn.Module:
-    """Return the part of a language model that is called with ids and holds the layers."""
     named = root.get_decoder() if hasattr(root, "get_decoder") else None
     children = [child for child in root.children() if any(map(_is_list, child.modules()))]
     for found in (named, getattr(root, root.base_model_prefix, None), *children):
         if isinstance(found, nn.Module) and found is not root and any(map(_is_list, found.modules())):
-            inner: nn.Module = getattr(found, "language_model", found)
-            return inner
+            return getattr(found, "language_model", found)
     return root
 
 
@@ -483,8 +420,8 @@ def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegi
             yield Problem(f"model.config.{name}", expected, repr(present), hint)
     for layer in decoder.layers:
         for block in decoder.blocks(layer):
-            division = Division.of(decoder.base.config, layer, block, ranks)
-            found.update(dict.fromkeys(problems_of_block(names[id(layer)], layer, block, division)))
+            heads = Heads.of(decoder.base.config, layer, block, ranks)
+            found.update(dict.fromkeys(problems_of_block(names[id(layer)], layer, block, heads)))
         for path in experts_of(layer):
             found.update(dict.fromkeys(problems_of_experts(names[id(layer)], layer, path, ranks)))
     yield from found
@@ -496,7 +433,6 @@ def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegi
 
 
 def _why_no_sequence(decoder: Decoder) -> str:
-    """Return why the sequence cannot be divided; empty if it can."""
     if decoder.family.no_sequence:
         return decoder.family.no_sequence
     if len(decoder.stacks) > 1:
@@ -508,7 +444,12 @@ def _why_no_sequence(decoder: Decoder) -> str:
 
 def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags) -> None:
     """Divide all layers in place, and cut the sequence before the first."""
-    drops = _drops(decoder.base)
+    drops = any(
+        isinstance(value, float) and value > 0
+        for module in decoder.base.modules()
+        for name, value in vars(module).items()
+        if "drop" in name or isinstance(module, nn.Dropout)
+    )
     seen: set[int] = set()
     for layer in decoder.layers:
         _divide_layer(layer, decoder, region, tags, drops, seen)
@@ -516,15 +457,16 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
     if not region.enabled:
         return
     for module, is_behind in decoder.around():
-        hook = TagAfterLayersHook(module, is_behind, region, tags)
-        module.register_forward_pre_hook(hook)
+        module.register_forward_pre_hook(TagAfterLayersHook(module, is_behind, region, tags))
     family = decoder.family
     for place, layer in enumerate(decoder.layers):
         if place == 0 or family.token_arguments:
             first_dim = None if place else family.sequence_dim
             scatter = ScatterHook(layer, region, family.token_arguments, first_dim)
             layer.register_forward_pre_hook(scatter, with_kwargs=True)
-    if decoder.forward_reshapes:
+    forward = inspect.unwrap(type(decoder.base).forward)
+    if not {"view", "reshape"}.isdisjoint(forward.__code__.co_names):
+        # The decoder's forward may give hidden states the shape of a whole sequence.
         decoder.layers[-1].register_forward_hook(WholeAgainHook(region))
 
 
@@ -540,8 +482,8 @@ def _divide_layer(
     if drops:
         RankStreamHooks(region, on_parts=True).attach(layer)
     for block in blocks:
-        division = Division.of(decoder.base.config, layer, block, region.group.size())
-        divide_block(layer, block, division, region, tags)
+        heads = Heads.of(decoder.base.config, layer, block, region.group.size())
+        divide_block(layer, block, heads, region, tags)
         if drops and block.path not in block.columns:
             rows = [layer.get_submodule(row) for row in block.rows]
             RankStreamHooks(region, on_parts=False).attach(layer.get_submodule(block.path), rows)
@@ -581,17 +523,7 @@ class _Rest:
                 WholeBlockHooks(gather, self.region).attach(child)
 
     def _is_token_wise(self, path: str, module: nn.Module) -> bool:
-        """Whether a module treats each token independently of the others."""
         parent = path.rpartition(".")[0]
         beside_experts = bool(parent) and f"{parent}.{EXPERTS}" in self.handled
         is_norm = "norm" in type(module).__name__.lower()
         return path in self.family.token_wise or beside_experts or is_norm or is_linear(module)
-
-
-def _drops(base: nn.Module) -> bool:
-    return any(
-        isinstance(value, float) and value > 0
-        for module in base.modules()
-        for name, value in vars(module).items()
-        if "drop" in name or isinstance(module, nn.Dropout)
-    )

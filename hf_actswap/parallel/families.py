@@ -4,8 +4,8 @@ A decoder layer has blocks (attention, the MLP). A block's column-parallel proje
 row-parallel projection ends it. Everything else of a layer, the norms and the residual stream, works token by
 token and holds, under sequence parallelism, a part of the sequence.
 
-Which projections a layer has is read off the model: from its own ``base_model_tp_plan``, else from the names
-of its modules (`PATTERNS`). This module holds what neither of them says.
+A model's projections are read off its own ``base_model_tp_plan``, else off the names of its modules
+(`PATTERNS`). This module holds what neither of them says.
 """
 
 from __future__ import annotations
@@ -84,8 +84,6 @@ class Family:
 
 PRE_NORM = Family({"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"})
 GEMMA = Family({"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"})
-GPT_NEOX = Family({"attention": "input_layernorm", "mlp": "post_attention_layernorm"})
-GPT2 = Family({"attn": "ln_1", "mlp": "ln_2"})
 HYPER_CONNECTIONS = Family(token_wise=("attn_hc", "ffn_hc"), token_arguments=("input_ids",), sequence_dim=-3)
 ZAMBA = Family(token_arguments=("original_hidden_states",))
 
@@ -103,9 +101,9 @@ FAMILIES: Mapping[str, Family] = {
         token_arguments=("per_layer_input",),
     ),
     "gemma4_text": Family(token_arguments=("per_layer_input",)),
-    "gpt2": GPT2,
+    "gpt2": Family({"attn": "ln_1", "mlp": "ln_2"}),
     "gpt_bigcode": Family(styles={"attn.c_attn": Columns.FUSED_HEADS}),
-    "gpt_neox": GPT_NEOX,
+    "gpt_neox": Family({"attention": "input_layernorm", "mlp": "post_attention_layernorm"}),
     "llama4_text": Family(
         shares={"feed_forward": {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 1)}}
     ),

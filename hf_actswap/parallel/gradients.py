@@ -1,24 +1,22 @@
 """Gradients that are complete only as a sum over the tensor-parallel ranks, summed exactly once per step.
 
 **The tag is the contract.** A parameter whose attribute ``sequence_parallel_enabled`` is true gets, on each
-rank, a part of its gradient: from this rank's tokens (norms, biases of row-parallel layers, the router of a
-mixture of experts, position embeddings behind the scatter), or from this rank's heads (``q_norm`` and
-``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or from this rank's shard of the layer
-that reads its output (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
-NxD's; the tag means that the gradient must be summed, whatever the reason. The code that makes such a
-parameter sets the tag; on a module of your own, use `setattr`.
+rank, a part of its gradient: from this rank's tokens (norms, biases of row-parallel layers, routers, position
+embeddings behind the scatter), from this rank's heads (``q_norm`` and ``k_norm`` of Qwen3 and Gemma3, with or
+without sequence parallelism), or from this rank's shard of the layer that reads its output (``lora_A`` before
+a column-parallel ``lora_B``). The name is NxD's; the tag means that the gradient must be summed, whatever the
+reason. The code that makes such a parameter sets the tag; on a module of your own, use `setattr`.
 
 The parts are summed, not averaged, after the last micro-batch and before a norm is computed. A sum per
 micro-batch over the *accumulated* gradient counts the first ones again (as transformers 5.23 does for
-``q_norm``). `allreduce_sequence_parallel_gradients` may therefore be called by our integration and, as in
-NxD's recipe, by the user too: gradients that are summed already are not changed (see `GradientWatch`).
+``q_norm``). So both our integration and, as in NxD's recipe, the user may call
+`allreduce_sequence_parallel_gradients`: gradients that are summed already are not changed.
 
 **Summed exactly once.** `GradientWatch` records whether a parameter's gradient is still this rank's own part
-or already the sum over the ranks, whether our integration sums it, the user, or both. The gradient tensor
-itself does not show that: its version changes when it is clipped and when more is accumulated, its address
-is reused, and a user may replace it. But autograd always calls a parameter's hooks when it accumulates. So a
-pair of hooks on the parameter keeps the state: summing sets it, accumulation clears it. Undecidable cases
-are errors:
+or already the sum, whoever sums it. The gradient tensor itself does not show that: its version changes when
+it is clipped and when more is accumulated, its address is reused, and a user may replace it. But autograd
+always calls a parameter's hooks when it accumulates. So a pair of hooks on the parameter keeps the state:
+summing sets it, accumulation clears it. Undecidable cases are errors:
 
 - More was accumulated onto a gradient that was summed and not zeroed: no later sum can correct that. After
   zeroing in place (``zero_grad(set_to_none=False)``) it is right, and the two cases differ only in values. In
@@ -37,12 +35,12 @@ The state is in the hooks: a copied or loaded parameter has neither the hooks no
   there are fewer of them than ranks): each contributes an r-th. For a fused weight the attribute is a tuple
   of pairs (number of rows, r), from the first row to the last;
 - every other parameter is held alike by all ranks: rank 0's counts, so that the ranks get the very same
-  norm, and with it the same clip factor, even if a kernel's sums came out differently;
+  norm and clip factor, even if a kernel's sums came out differently;
 - an FSDP2 parameter is a shard over the data axis too: its part is summed over that axis first.
 
-Tagged gradients (`gradients`) must be summed before. The arithmetic is fp32, or fp64 where a parameter is.
-After ``neuronx_distributed.parallel_layers.grads``, which takes the norm in the parameters' dtype, counts
-replicated heads as often as they are held, and cannot take an infinity norm without replicated parameters.
+Tagged gradients must be summed before. The arithmetic is fp32, or fp64 where a parameter is.
+``neuronx_distributed.parallel_layers.grads`` takes the norm in the parameters' dtype, counts replicated heads
+as often as they are held, and cannot take an infinity norm without replicated parameters.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
@@ -74,11 +71,7 @@ class GradientState(enum.Enum):
 
 
 class GradientWatch:
-    """Follows the gradient of one parameter, until it is removed.
-
-    Args:
-        parameter: a parameter that requires a gradient.
-    """
+    """Follows the gradient of one parameter, which requires one, until it is removed."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = weakref.ref(parameter)
@@ -127,12 +120,11 @@ class GradientWatch:
         self._sum = self._doubt = self._version_at_part = None
 
     def remove(self) -> None:
-        """Take the hooks off the parameter."""
         for handle in self._handles:
             handle.remove()
 
     def _before_accumulation(self, _: torch.Tensor) -> None:
-        """Note whether a summed gradient is zero. The hook also runs if nothing is accumulated afterwards."""
+        """Note whether a summed gradient is zero. Runs even if nothing is accumulated afterwards."""
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
         self._was_announced, self._was_not_zero = True, None
@@ -158,15 +150,12 @@ class GradientWatch:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return ``.grad``, else ``.main_grad``, else ``None``."""
     if parameter.grad is not None:
         return parameter.grad
-    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    return main
+    return getattr(parameter, "main_grad", None)
 
 
 def watch_of(parameter: torch.Tensor) -> GradientWatch | None:
-    """Return the watch whose hooks are on the parameter, or ``None``."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}  # as FSDP2 reads them
     owners = (getattr(hook, "__self__", None) for hook in hooks.values())
     return next((owner for owner in owners if isinstance(owner, GradientWatch)), None)
@@ -193,9 +182,8 @@ def allreduce_sequence_parallel_gradients(
     """Sum the gradients of all tagged parameters over the ranks, except those that are summed already.
 
     One all-reduce per dtype and device, into ``.grad`` (else ``.main_grad``) in place. Which parameters take
-    part depends on tags, ``requires_grad`` and order alone, equal on all ranks: where a rank has no gradient
-    for a parameter and another has, it contributes zeros and gets the sum. Where none has any, there is none
-    afterwards either, as in a single process.
+    part depends on tags, ``requires_grad`` and order alone, equal on all ranks: a rank without a gradient
+    that another has contributes zeros and gets the sum. Where none has any, there is none afterwards either.
 
     Call it on every rank, after the last micro-batch and before clipping; a second call does nothing.
 
@@ -212,39 +200,41 @@ def allreduce_sequence_parallel_gradients(
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return
-    parameters = list(tagged_parameters(optimizer))
+    parameters = tagged_parameters(optimizer)
     _reject_mixed(parameters)
-    parts: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+    parts: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, GradientWatch]]] = {}
     for parameter in parameters:
         watch = watch_of(parameter) or GradientWatch(parameter)
         if watch.state() is GradientState.PART:
-            part = _Part(parameter, watch)
-            parts.setdefault((sum_dtype(part.dtype, reduce_dtype), parameter.device), []).append(part)
+            # The dtype is known from the parameter, so that ranks without a gradient agree.
+            main = getattr(parameter, "main_grad", None)
+            dtype = sum_dtype(parameter.dtype if main is None else main.dtype, reduce_dtype)
+            parts.setdefault((dtype, parameter.device), []).append((parameter, watch))
     with torch.no_grad():
         for (dtype, device), of_kind in parts.items():
             _sum(of_kind, dtype, device, group)
 
 
-def tagged_parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
-    """Yield each tagged parameter that requires a gradient, once, in the order of the optimizer or module."""
-    seen: set[int] = set()
-    for parameter in _parameters(source):
-        if getattr(parameter, TAG, False) and parameter.requires_grad and id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield parameter
+def tagged_parameters(source: ParameterSource) -> list[torch.Tensor]:
+    """Return each tagged parameter that requires a gradient, once, in the order of optimizer or module."""
+    found: Iterable[torch.Tensor]
+    if isinstance(source, nn.Module):
+        found = trained_parameters(source)
+    elif hasattr(source, "param_groups"):
+        found = (parameter for group in source.param_groups for parameter in group["params"])
+    else:
+        found = source
+    return list(_distinct(p for p in found if getattr(p, TAG, False) and p.requires_grad))
 
 
 def reject_unsummed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise unless the gradient of every watched tagged parameter is summed.
 
-    Args:
-        parameters: the parameters; one without a watch (no sum or watch was started for it) is not judged.
-
     Raises:
         UnsummedGradientError: some are not; ranks would see different norms, and replicas drift apart.
         MixedGradientError: as in `allreduce_sequence_parallel_gradients`.
     """
-    tagged = list(tagged_parameters(parameters))
+    tagged = tagged_parameters(parameters)
     _reject_mixed(tagged)
     waiting = 0
     for parameter in tagged:
@@ -261,8 +251,7 @@ def reject_unsummed(parameters: Iterable[torch.Tensor]) -> None:
 def forget_sums(source: ParameterSource) -> None:
     """Declare that the next gradients of the tagged parameters are this rank's parts.
 
-    Needed, once per step, only in loops that assign ``parameter.grad`` themselves: accumulation by backward
-    is noticed without it.
+    Needed, once per step, only in loops that assign ``parameter.grad`` themselves.
     """
     for parameter in tagged_parameters(source):
         watch = watch_of(parameter)
@@ -273,11 +262,11 @@ def forget_sums(source: ParameterSource) -> None:
 class TaggedGradients:
     """Watches a model's tagged parameters from its first backward on, and sums their gradients.
 
-    While it is attached, the norm rejects gradients that are not summed.
+    While it is attached, the norm rejects gradients that are not summed. Parameters that are tagged later are
+    watched from their first sum on.
 
     Args:
-        model: module, optimizer or parameters; parameters that are tagged later are watched from their first
-            sum on.
+        model: module, optimizer or parameters.
         process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
         reduce_dtype: as in `allreduce_sequence_parallel_gradients`.
 
@@ -308,16 +297,6 @@ class TaggedGradients:
         self._watches = []
 
 
-def _parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
-    if isinstance(source, nn.Module):
-        yield from trained_parameters(source)
-    elif hasattr(source, "param_groups"):
-        for group in source.param_groups:
-            yield from group["params"]
-    else:
-        yield from source
-
-
 _WHAT_TO_DO = {
     GradientState.MIXED: (
         "were accumulated onto gradients that had been summed over the tensor-parallel ranks already. Sum "
@@ -341,67 +320,48 @@ def _reject_mixed(parameters: list[torch.Tensor]) -> None:
             )
 
 
-@dataclass
-class _Part:
-    parameter: torch.Tensor
-    watch: GradientWatch
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the gradient, known from the parameter, so that ranks without a gradient agree."""
-        main = getattr(self.parameter, "main_grad", None)
-        return self.parameter.dtype if main is None else main.dtype
-
-    @property
-    def is_here(self) -> bool:
-        return gradient_of(self.parameter) is not None
-
-    def flat(self, dtype: torch.dtype) -> torch.Tensor:
-        gradient = gradient_of(self.parameter)
-        if gradient is None:
-            return torch.zeros_like(local(self.parameter), dtype=dtype).flatten()
-        return local(gradient).to(dtype).flatten()
-
-    def own(self) -> torch.Tensor:
-        """Return the gradient's local tensor; where there is no gradient, make one."""
-        gradient = gradient_of(self.parameter)
-        if gradient is None:
-            gradient = self.parameter.grad = torch.zeros_like(self.parameter)
-        self.watch.set_summed(gradient)
-        return local(gradient)
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or this rank's shard of it if FSDP2 shards it over the data axis."""
     if not isinstance(tensor, DTensor):
         return tensor
-    shard: torch.Tensor = tensor.to_local()
-    return shard
+    return tensor.to_local()
 
 
-def _sum(parts: list[_Part], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+def _sum(
+    parts: list[tuple[torch.Tensor, GradientWatch]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
     """Sum gradients by one all-reduce; the buffer ends with the number of ranks that have each gradient."""
-    flats = [part.flat(dtype) for part in parts]
+    flats, is_complete = [], True
     here = torch.ones(len(parts), dtype=dtype, device=device)
-    for position, part in enumerate(parts):
-        if not part.is_here:
-            here[position] = 0
+    for position, (parameter, _) in enumerate(parts):
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            here[position], is_complete = 0, False
+            gradient = torch.zeros_like(local(parameter), dtype=dtype)
+        flats.append(local(gradient).to(dtype).flatten())
     buffer = torch.cat([*flats, here])
     reduce_in_place(buffer, group)
     *sums, ranks = buffer.split([*(flat.numel() for flat in flats), len(parts)])
-    if not all(part.is_here for part in parts):
-        counted = ranks.tolist()  # the host waits, but only on a rank that lacks a gradient
-        sums = [found for found, count in zip(sums, counted, strict=True) if count]
-        parts = [part for part, count in zip(parts, counted, strict=True) if count]
-    if parts:
-        own = [part.own() for part in parts]
-        torch._foreach_copy_(own, [found.view_as(of) for found, of in zip(sums, own, strict=True)])
+    # The host waits for the numbers, but only on a rank that lacks a gradient.
+    counts = [1] * len(parts) if is_complete else ranks.tolist()
+    own, totals = [], []
+    for (parameter, watch), total, count in zip(parts, sums, counts, strict=True):
+        if count:
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            watch.set_summed(gradient)
+            own.append(local(gradient))
+            totals.append(total.view_as(own[-1]))
+    if own:
+        torch._foreach_copy_(own, totals)
 
 
 _CLIP_EPSILON = 1e-6
 """Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_` and NxD."""
-
-DataGroups = tuple[dist.ProcessGroup, ...]
 
 Held = tuple[torch.Tensor, int]
 """A gradient and the number of ranks of the group that hold it; 0: all."""
@@ -416,16 +376,13 @@ def get_grad_norm(
     """Return the norm of the whole model's gradients, bitwise the same on every rank of the group.
 
     Every rank must call it, with or without gradients. The host does not wait for the device, except with
-    ``error_if_nonfinite``.
+    ``error_if_nonfinite``. The scalar is fp64 if one of the parameters is, else fp32.
 
     Args:
         parameters: the parameters; one without a gradient counts as zero, and none counts twice.
         norm_type: greater than zero, or ``inf``.
         error_if_nonfinite: as in `torch.nn.utils.clip_grad_norm_`.
         process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
-
-    Returns:
-        Scalar on the parameters' device: fp64 if one of the parameters is, else fp32.
 
     Raises:
         ValueError: the norm's type is not greater than zero, or a DTensor gradient is a partial sum.
@@ -439,7 +396,9 @@ def get_grad_norm(
     if group.size() > 1:
         reject_unsummed(distinct)
     device = distinct[0].device if distinct else _device_of(group)
-    zero = torch.zeros((), dtype=_wide_dtype(distinct), device=device)
+    # The dtype depends on the parameters, not on their gradients, so that all ranks compute in the same.
+    doubles = any(parameter.dtype == torch.float64 for parameter in distinct)
+    zero = torch.zeros((), dtype=torch.float64 if doubles else torch.float32, device=device)
     totals = _own_part(distinct, norm_type, group, zero)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if group.size() > 1:
@@ -463,17 +422,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
-    The factor is ``max_norm / (norm + 1e-6)``, at most 1, bitwise the same on every rank.
-
-    Args:
-        parameters: as in `get_grad_norm`.
-        max_norm: largest norm; with ``inf`` the gradients do not change.
-        norm_type: as in `get_grad_norm`.
-        error_if_nonfinite: as in `get_grad_norm`.
-        process_group: as in `get_grad_norm`.
-
-    Raises:
-        As `get_grad_norm`.
+    The factor is ``max_norm / (norm + 1e-6)``, at most 1, bitwise the same on every rank; with ``inf``
+    nothing changes. Other arguments and errors are those of `get_grad_norm`.
     """
     distinct = list(_distinct(parameters))
     norm = get_grad_norm(distinct, norm_type, error_if_nonfinite, process_group)
@@ -495,17 +445,11 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[tor
     return {id(parameter): parameter for parameter in parameters}.values()
 
 
-def _wide_dtype(parameters: list[torch.Tensor]) -> torch.dtype:
-    """Return the dtype in which all ranks compute: it depends on the parameters, not on their gradients."""
-    doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.float64 if doubles else torch.float32
-
-
 def _own_part(
     parameters: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, zero: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's part of the sum of powers, or of the maximum (infinity norm), like ``zero``."""
-    by_data: dict[DataGroups, list[Held]] = {}
+    by_data: dict[tuple[dist.ProcessGroup, ...], list[Held]] = {}
     for parameter in parameters:
         gradient = gradient_of(parameter)
         if gradient is None:
@@ -541,14 +485,10 @@ def _by_holders(gradient: torch.Tensor, holders: int | tuple[tuple[int, int], ..
 
 
 def _part(
-    gradients: list[tuple[torch.Tensor, int]],
-    norm_type: float,
-    group: dist.ProcessGroup,
-    zero: torch.Tensor,
+    gradients: list[Held], norm_type: float, group: dist.ProcessGroup, zero: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's part for gradients with the same data groups."""
-    counted = [(found, holders) for found, holders in gradients if holders or group.rank() == 0]
-    counted = [(found, holders) for found, holders in counted if found.numel()]
+    is_first = group.rank() == 0
+    counted = [(found, holders) for found, holders in gradients if (holders or is_first) and found.numel()]
     if not counted:
         return zero.clone()
     norms = _norms([found for found, _ in counted], norm_type, zero)
@@ -575,7 +515,7 @@ def _norms(gradients: list[torch.Tensor], norm_type: float, like: torch.Tensor) 
     return torch.stack([found[position].to(like) for position in range(len(gradients))])
 
 
-def _data_groups(gradient: torch.Tensor) -> DataGroups:
+def _data_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which FSDP2 shards a gradient; none for a plain tensor or a replica (HSDP)."""
     if not isinstance(gradient, DTensor):
         return ()

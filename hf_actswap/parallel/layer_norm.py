@@ -1,7 +1,4 @@
-"""``torch.nn.LayerNorm`` whose parameters carry NxD's tag.
-
-RMSNorm in the order of Hugging Face's models, whose weight carries NxD's tag.
-"""
+"""NxD's norms, whose parameters carry its tag: ``nn.LayerNorm``, and RMSNorm as in Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -18,10 +15,6 @@ class LayerNorm(TaggedModule, nn.LayerNorm):
 
     Under sequence parallelism a norm sees the rank's tokens only, so the gradients of its parameters are
     summed over the ranks before the optimizer's step, which the attribute marks.
-
-    Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: as ``torch.nn.LayerNorm``.
-        sequence_parallel_enabled: value of the attribute.
     """
 
     def __init__(
@@ -45,13 +38,7 @@ class RMSNorm(TaggedModule):
     """Root mean square norm over the last dim, in float32; cast back *before* the weight is multiplied.
 
     transformers' ``LlamaRMSNorm`` does the same. NxD's norm casts after the product, which differs by one
-    rounding in bfloat16.
-
-    Args:
-        normalized_shape: size of the last dim.
-        eps: added to the mean square.
-        sequence_parallel_enabled: value of the weight's attribute (see `layer_norm.LayerNorm`).
-        device, dtype: device and dtype of the weight.
+    rounding in bfloat16. ``eps`` is added to the mean square.
     """
 
     def __init__(
@@ -68,7 +55,6 @@ class RMSNorm(TaggedModule):
         self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normalised ``[.., H]``."""
         wide = hidden_states.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(hidden_states.dtype)

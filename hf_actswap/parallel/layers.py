@@ -3,13 +3,11 @@
 `ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; a pair of them
 needs one communication before and one after. `column_input` describes how a column layer gathers its input,
 and its backward; a row layer multiplies the rank's features (``F.linear``, ordinary autograd) and sums over
-the ranks by a function of `mappings`.
+the ranks by a function of `mappings`. `SharedInput` gathers one input for several column-parallel layers.
 
-Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
-for any number of ranks.
-
-`SharedInput` gathers one input for several column-parallel layers; `GQAQKVColumnParallelLinear` is the three
-projections of grouped-query attention with one gather.
+Unlike NxD's, they are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
+for any number of ranks. All raise ValueError for sizes that do not divide and for arguments that exclude each
+other, and RuntimeError without a group.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from .weights import (
     ShardedModule,
     initial_part,
     kaiming_weight,
-    like_parameter,
     uniform_bias,
     with_summed_gradient,
 )
@@ -48,10 +45,7 @@ PADDING_UNSUPPORTED = (
 
 
 def sizes_of(full: Any) -> tuple[int, int]:
-    """Return input and output features of a full linear layer."""
-    if is_transposed(full):
-        return full.nx, full.nf
-    return full.in_features, full.out_features
+    return (full.nx, full.nf) if is_transposed(full) else (full.in_features, full.out_features)
 
 
 def settings_of(full: Any) -> dict[str, Any]:
@@ -73,15 +67,14 @@ def is_transposed(full: nn.Module) -> bool:
 
 
 class ParallelLinear(ShardedModule):
-    """Base of `layers.ColumnParallelLinear` and `layers.RowParallelLinear`, which describe the arguments."""
+    """Base of `ColumnParallelLinear` and `RowParallelLinear`, which describe the arguments."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
+        sizes: tuple[int, int],
         sequence_parallel_enabled: bool,
         sequence_dimension: int | None,
         skip_bias_add: bool,
@@ -93,7 +86,7 @@ class ParallelLinear(ShardedModule):
         if pad:
             raise ValueError(PADDING_UNSUPPORTED)
         super().__init__(group)
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = sizes
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self.skip_bias_add, self.reduce_dtype, self.transposed = skip_bias_add, reduce_dtype, transposed
@@ -126,16 +119,6 @@ class ParallelLinear(ShardedModule):
                 self.divide("bias", bias_partition)
             self.bias = nn.Parameter(drawn)
 
-    def take(self, full: nn.Module) -> Self:
-        """Take the rank's parts of a full layer's parameters, and its training mode; return this layer."""
-        rank = self.tensor_model_parallel_group.rank()
-        for name, parameter in full.named_parameters(recurse=False):
-            partition = self.partitions.get(name)
-            with torch.no_grad():
-                part = parameter.clone() if partition is None else partition.part(parameter, rank)
-            setattr(self, name, like_parameter(part, parameter))
-        return self.train(full.training)
-
     def extra_repr(self) -> str:
         return (
             f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
@@ -159,8 +142,7 @@ class ColumnParallelLinear(ParallelLinear):
         stride: the weight consists of this many equal parts, each divided among the ranks (of a fused
             ``[Q; K; V]``: 3).
         init_method: fills the full weight; default as ``nn.Linear``.
-        sequence_parallel_enabled: see above.
-        sequence_dimension: default 0.
+        sequence_parallel_enabled, sequence_dimension: see above; the dimension is 0 by default.
         keep_master_weight: whether the full weight is kept in ``master_weight``.
         skip_bias_add: whether ``(output, bias)`` is returned, the bias not added.
         pad: rejected.
@@ -172,10 +154,6 @@ class ColumnParallelLinear(ParallelLinear):
         pad_output: whether zero rows fill the output up if the ranks do not divide it (a vocabulary).
         input_is_shared: whether the input comes from `column_input` already (see `SharedInput`).
         transposed: whether the weight is ``[input_size, output_size]``, as in transformers' ``Conv1D``.
-
-    Raises:
-        ValueError: sizes that do not divide, or arguments that exclude each other.
-        RuntimeError: no group.
     """
 
     def __init__(
@@ -207,17 +185,9 @@ class ColumnParallelLinear(ParallelLinear):
                 "gather_output=True cannot be combined with sequence_parallel_enabled, pad_output or "
                 "replicas; pass gather_output=False"
             )
-        super().__init__(
-            input_size,
-            output_size,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-            transposed,
-        )
+        sequence = sequence_parallel_enabled, sequence_dimension
+        group, sizes = tensor_model_parallel_group, (input_size, output_size)
+        super().__init__(sizes, *sequence, skip_bias_add, pad, group, reduce_dtype, transposed)
         self.gather_output, self.input_is_shared = gather_output, input_is_shared
         ranks = self.tensor_model_parallel_group.size()
         of_outputs = output_size, ranks, stride, sections, replicas, pad_output
@@ -227,17 +197,14 @@ class ColumnParallelLinear(ParallelLinear):
 
     @classmethod
     def from_linear(cls, full: nn.Module, *, gather_output: bool = False, **settings: Any) -> Self:
-        """Return this rank's part of a full layer; it keeps dtype, device, training mode and attributes.
+        """Return this rank's part of a full layer (or ``Conv1D``), the same on every rank.
 
-        Args:
-            full: linear layer (transformers' ``Conv1D`` too), the same on every rank.
-            gather_output: as in the constructor, but off by default.
-            settings: further arguments of the constructor.
+        It keeps dtype, device, training mode and attributes; ``settings`` are further arguments of the
+        constructor.
         """
         return cls(**{**settings_of(full), "gather_output": gather_output, **settings}).take(full)
 
     def input_settings(self, keep_gathered: bool = False, in_autocast_dtype: bool = False) -> InputSettings:
-        """Return how this layer gathers its input and sums the input's gradients."""
         return InputSettings(
             self.tensor_model_parallel_group,
             self.sequence_parallel_enabled,
@@ -257,7 +224,6 @@ class ColumnParallelLinear(ParallelLinear):
         return column_input(input_, weights, self.input_settings(in_autocast_dtype=True))
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
             return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
@@ -283,21 +249,14 @@ class RowParallelLinear(ParallelLinear):
     sequence parallelism its gradient covers the rank's tokens only.
 
     Args:
-        input_size, output_size: features of the full layer.
-        bias: whether there is one.
         input_is_parallel: whether the input is this rank's features; sequence parallelism needs it.
-        dtype, device, stride, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
-            skip_bias_add, pad, tensor_model_parallel_group, sections, transposed: see `ColumnParallelLinear`.
         reduce_output: whether shares are summed over the ranks; if not, this rank's share is returned.
         reduce_dtype: dtype to which shares are cast before they are summed; the sum is cast back. ``None``:
             their own.
+        others: see `ColumnParallelLinear`.
 
     Attributes:
         tokens: shape of the tokens whose outputs are summed; ``None``: as in the input.
-
-    Raises:
-        ValueError: sizes that do not divide, or arguments that exclude each other.
-        RuntimeError: no group.
     """
 
     def __init__(
@@ -328,17 +287,9 @@ class RowParallelLinear(ParallelLinear):
             raise ValueError(
                 "reduce_output=False would add the bias on every rank; pass bias=False or skip_bias_add=True"
             )
-        super().__init__(
-            input_size,
-            output_size,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-            transposed,
-        )
+        sequence = sequence_parallel_enabled, sequence_dimension
+        group, sizes = tensor_model_parallel_group, (input_size, output_size)
+        super().__init__(sizes, *sequence, skip_bias_add, pad, group, reduce_dtype, transposed)
         self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
         ranks = self.tensor_model_parallel_group.size()
         partition = Partition.of(0 if transposed else 1, input_size, ranks, stride, sections)
@@ -352,7 +303,6 @@ class RowParallelLinear(ParallelLinear):
         return cls(**{**settings_of(full), "input_is_parallel": input_is_parallel, **settings}).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
             return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
@@ -371,7 +321,6 @@ class GatheredColumns(ColumnParallelLinear):
     """A column-parallel layer with gathered output, whose consumers differ by rank: gradients are summed."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return ``[.., output_size]``; what reads it does different work on each rank."""
         own: Any = super().forward(input_)
         return all_gather(own, -1, self.tensor_model_parallel_group, True, self.reduce_dtype)
 
@@ -380,7 +329,6 @@ class SplitRow(RowParallelLinear):
     """A row-parallel layer that gets all features and takes this rank's part; their gradient is partial."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Multiply ``[.., input_size]``; see `RowParallelLinear`."""
         group = self.tensor_model_parallel_group
         return super().forward(input_.chunk(group.size(), -1)[group.rank()])
 
@@ -395,9 +343,6 @@ class SharedInput:
         layers: layers of one group, with equal settings; from now on they only work with its result.
         keep_gathered: whether the gathered input is saved, and not gathered again in backward.
         in_autocast_dtype: as in `InputSettings`; for an input that only these layers read.
-
-    Raises:
-        ValueError: settings differ.
     """
 
     def __init__(
@@ -435,16 +380,10 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         output_sizes: output features of q, and of k (v has as many), in the full layer.
         bias: whether there are biases; they are divided like the weights.
         gather_output: whether all features are returned; not together with sequence parallelism.
-        dtype, device, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
-            tensor_model_parallel_group, reduce_dtype: see `layers.ColumnParallelLinear`; ``init_method``
-            fills each of the three.
         kv_size_multiplier: number of ranks that hold the same kv heads; divides the number of ranks.
         fuse_qkv: whether q, k and v are one weight and one product. Ignored with a multiplier above 1, with
             which more ranks hold a kv row than a q row.
-
-    Raises:
-        ValueError: sizes that do not divide, or arguments that exclude each other.
-        RuntimeError: no group.
+        others: see `ColumnParallelLinear`; ``init_method`` fills each of the three.
     """
 
     def __init__(
@@ -478,7 +417,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         kinds: dict[str, tuple[tuple[int, ...], InitMethod]] = {"weight": ((input_size,), fill_weight)}
         if bias:
             kinds["bias"] = (), uniform_bias(input_size)
-        master: dict[str, torch.Tensor] = {}
+        self.master_weights: dict[str, torch.Tensor] = {}
         parts: dict[str, torch.Tensor] = {}
         for name, partition in (("q", self.query), ("k", self.kv), ("v", self.kv)):
             for kind, (rest, fill) in kinds.items():
@@ -486,8 +425,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
                 part, full = initial_part(shape, partition, group.rank(), fill, dtype, device)
                 parts[f"{kind}_{name}"] = part
                 if full is not None and keep_master_weight:
-                    master[f"{kind}_{name}"] = full
-        self.master_weights = master
+                    self.master_weights[f"{kind}_{name}"] = full
         for kind in kinds:
             self._register(kind, [parts[f"{kind}_{name}"] for name in "qkv"])
 
@@ -549,21 +487,14 @@ class ParallelEmbedding(ShardedModule):
 
     Args:
         num_embeddings, embedding_dim: sizes of the full table.
-        padding_idx: as ``nn.Embedding``; 0 and negative ones included.
+        padding_idx, sparse: as ``nn.Embedding``.
         max_norm, norm_type: rejected: they write into the table in forward.
         scale_grad_by_freq: rejected by rows: a rank does not see how often the others' ids occur.
-        sparse: as ``nn.Embedding``.
         init_method: fills the full table.
-        device, dtype: device and dtype of the table.
         shard_across_embedding: whether ``embedding_dim`` is divided; not together with sequence parallelism.
         pad: rejected; rows are filled up without it.
-        sequence_parallel_enabled, sequence_dimension: see above.
-        tensor_model_parallel_group: the group; ``None``: that of the enclosing `tensor_parallel_group`.
         collect_output: whether results are summed, or gathered, over the ranks.
-
-    Raises:
-        ValueError: sizes that do not divide, or arguments that are rejected.
-        RuntimeError: no group.
+        others: see `ColumnParallelLinear`.
     """
 
     weight: nn.Parameter
@@ -606,9 +537,8 @@ class ParallelEmbedding(ShardedModule):
         self.sequence_dimension = sequence_dimension or 0
         group = self.tensor_model_parallel_group
         size = embedding_dim if shard_across_embedding else num_embeddings
-        partition = Partition.of(
-            int(shard_across_embedding), size, group.size(), padded=not shard_across_embedding
-        )
+        by_rows = not shard_across_embedding
+        partition = Partition.of(0 if by_rows else 1, size, group.size(), padded=by_rows)
         shape = (num_embeddings, embedding_dim)
 
         def fill(table: torch.Tensor) -> None:
@@ -621,17 +551,12 @@ class ParallelEmbedding(ShardedModule):
         self.weight = nn.Parameter(table)
 
     @classmethod
-    def from_embedding(
-        cls,
-        full: nn.Embedding,
-        *,
-        shard_across_embedding: bool = False,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        tensor_model_parallel_group: dist.ProcessGroup | None = None,
-    ) -> ParallelEmbedding:
-        """Return this rank's part of a full embedding, whose dtype, device, flags and attributes it keeps."""
-        made = cls(
+    def from_embedding(cls, full: nn.Embedding, **settings: Any) -> Self:
+        """Return this rank's part of a full embedding, whose dtype, device, flags and attributes it keeps.
+
+        ``settings`` are further arguments of the constructor.
+        """
+        return cls(
             full.num_embeddings,
             full.embedding_dim,
             full.padding_idx,
@@ -641,34 +566,20 @@ class ParallelEmbedding(ShardedModule):
             full.sparse,
             device="meta",
             dtype=full.weight.dtype,
-            shard_across_embedding=shard_across_embedding,
-            sequence_parallel_enabled=sequence_parallel_enabled,
-            sequence_dimension=sequence_dimension,
-            tensor_model_parallel_group=tensor_model_parallel_group,
-        )
-        rank = made.tensor_model_parallel_group.rank()
-        weight: nn.Parameter = full.get_parameter("weight")
-        with torch.no_grad():
-            part = made.partitions["weight"].part(weight, rank)
-        made.weight = like_parameter(part, weight)
-        return made.train(full.training)
+            **settings,
+        ).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Look ``[B, S]`` ids up; see the class for the shapes returned."""
         group = self.tensor_model_parallel_group
         if self.shard_across_embedding:
             found = self._lookup(input_, self.padding_idx)
             gathers = self.collect_output and group.size() > 1
             return gather_from_tensor_model_parallel_region(found, group) if gathers else found
         found = self._own_rows(input_, group)
-        moves = self.sequence_parallel_enabled and self.sequence_dimension == 0
-        if moves:
+        dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+        if dim == 0:
             found = found.transpose(0, 1).contiguous()
-        if not self.collect_output or group.size() == 1:
-            return found
-        return sum_of_shares(
-            found, group, self.sequence_dimension if self.sequence_parallel_enabled else None
-        )
+        return sum_of_shares(found, group, dim) if self.collect_output and group.size() > 1 else found
 
     def _own_rows(self, ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if group.size() == 1:
@@ -683,13 +594,8 @@ class ParallelEmbedding(ShardedModule):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def _lookup(self, ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
-        return F.embedding(
-            ids,
-            self.weight,
-            padding_idx,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
+        flags = {"scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
+        return F.embedding(ids, self.weight, padding_idx, **flags)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.partitions['weight'].ranks}"

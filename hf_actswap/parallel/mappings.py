@@ -4,13 +4,14 @@ Each pairs what happens to activations in forward with what happens to gradients
 (``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (``None``: that of
 the enclosing `tensor_parallel_group`) and do nothing in a group of one. Unlike NxD's they use the given group
 in backward too, are right for any sequence dimension, and never write into an argument, with one exception
-that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`.
+that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`. What they cut must divide by the group
+size, else they raise ValueError.
 
 A parallel layer communicates in forward only through `all_gather`, `reduce_scatter` and `all_reduce`. A
-``TorchFunctionMode`` sees them, under the names that they have here, as it sees PyTorch's own functions. So
-the structure of a model lists each beside the op that it belongs to (``input_layernorm.all_gather``), a plan
-can give its result a fate (keep it, or communicate again, ``re-gather``), and the engine can carry that out
-without knowing any parallel layer.
+``TorchFunctionMode`` sees them under these names, as it sees PyTorch's own functions. So the structure of a
+model lists each beside the op that it belongs to (``input_layernorm.all_gather``), a plan can give its result
+a fate (keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any
+parallel layer.
 
 The caller passes group and dim: a communication that runs again in backward, on a thread of autograd, cannot
 look for its group in a context variable. None of these functions saves a tensor for backward.
@@ -40,9 +41,8 @@ def all_gather(
     same with the result) it takes this rank's part of the gradient, without communication.
     """
     if has_torch_function_unary(part):
-        return _dispatched(all_gather, part, dim, group, sum_gradients, reduce_dtype)
-    result: torch.Tensor = _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
-    return result
+        return handle_torch_function(all_gather, (part,), part, dim, group, sum_gradients, reduce_dtype)
+    return _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
 
 
 def reduce_scatter(
@@ -60,14 +60,12 @@ def reduce_scatter(
         group: tensor-parallel group.
         gradient_dtype: dtype to which gradients are cast before they are gathered.
         reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
-
-    Raises:
-        ValueError: the size along ``dim`` does not divide by the group size.
     """
     if has_torch_function_unary(whole):
-        return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype, reduce_dtype)
-    result: torch.Tensor = _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
-    return result
+        return handle_torch_function(
+            reduce_scatter, (whole,), whole, dim, group, gradient_dtype, reduce_dtype
+        )
+    return _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
 
 
 def all_reduce(
@@ -75,16 +73,14 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum over all ranks, out of place, in ``reduce_dtype`` if given. Backward is the identity."""
     if has_torch_function_unary(tensor):
-        return _dispatched(all_reduce, tensor, group, reduce_dtype)
-    result: torch.Tensor = _AllReduce.apply(tensor, group, reduce_dtype)
-    return result
+        return handle_torch_function(all_reduce, (tensor,), tensor, group, reduce_dtype)
+    return _AllReduce.apply(tensor, group, reduce_dtype)
 
 
 class Tokens:
     """The shape ``[B, S]`` of a block's latest tokens; inside the block they may be flat, ``[B S]``."""
 
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 def sum_of_shares(
@@ -102,9 +98,6 @@ def sum_of_shares(
         sequence_dim: dim of the sequence, of which this rank keeps its part; ``None``: it keeps all of it.
         reduce_dtype: dtype of the sum; the result has the dtype of ``share`` again.
         tokens: shape of the block's tokens; needed to keep this rank's part of each sequence in ``[B S, H]``.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
     """
     if sequence_dim is None:
         return all_reduce(share, group, reduce_dtype)
@@ -112,11 +105,6 @@ def sum_of_shares(
         of_sequences = share.unflatten(0, tokens.shape)
         return reduce_scatter(of_sequences, sequence_dim, group, None, reduce_dtype).flatten(0, 1)
     return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
-
-
-def _dispatched(function: Any, tensor: torch.Tensor, *settings: Any) -> torch.Tensor:
-    result: torch.Tensor = handle_torch_function(function, (tensor,), tensor, *settings)
-    return result
 
 
 class _AllGather(torch.autograd.Function):
@@ -205,11 +193,7 @@ def reduce_from_tensor_model_parallel_region(
 def scatter_to_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep this rank's part of a replicated tensor along its last dim; all-gather in backward.
-
-    Raises:
-        ValueError: the last dim does not divide by the group size.
-    """
+    """Keep this rank's part of a replicated tensor along its last dim; all-gather in backward."""
     return scatter_to_sequence_parallel_region(input_, -1, process_group)
 
 
@@ -218,7 +202,7 @@ def gather_from_tensor_model_parallel_region(
 ) -> torch.Tensor:
     """All-gather along the last dim; in backward this rank's part of the gradient is taken.
 
-    It is for results with which all ranks do the same, so that each has the whole gradient.
+    For results with which all ranks do the same, so that each has the whole gradient.
     """
     return gather_from_tensor_model_parallel_region_with_dim(input_, -1, process_group)
 
@@ -233,27 +217,18 @@ def gather_from_tensor_model_parallel_region_with_dim(
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, partition_dim: int, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's part along ``partition_dim``; all-gather in backward.
-
-    Raises:
-        ValueError: the size along ``partition_dim`` does not divide by the group size.
-    """
+    """Sum over the ranks and keep this rank's part along ``partition_dim``; all-gather in backward."""
     return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group=process_group)
 
 
 def scatter_to_sequence_parallel_region(
     input_: torch.Tensor, sequence_dimension: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep this rank's part of a replicated tensor along the sequence; all-gather in backward.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
-    """
+    """Keep this rank's part of a replicated tensor along the sequence; all-gather in backward."""
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_
-    result: torch.Tensor = _ScatterToRegion.apply(input_, sequence_dimension, group)
-    return result
+    return _ScatterToRegion.apply(input_, sequence_dimension, group)
 
 
 def gather_from_sequence_parallel_region(
@@ -262,15 +237,11 @@ def gather_from_sequence_parallel_region(
     to_model_parallel: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """All-gather along the sequence.
+    """All-gather along the sequence, ``S / tp`` to ``S``.
 
-    Args:
-        input_: this rank's part of the sequence.
-        sequence_dimension: dim that is gathered, ``S / tp`` to ``S``.
-        to_model_parallel: whether each rank does different work on the result. True: gradients are partial,
-            and backward is a reduce-scatter. False: each rank does the same, and backward takes this rank's
-            part of the gradient. The wrong choice raises no error: gradients are wrong by a factor of tp.
-        process_group: tensor-parallel group.
+    ``to_model_parallel``: whether each rank does different work on the result. True: gradients are partial,
+    and backward is a reduce-scatter. False: each rank does the same, and backward takes this rank's part of
+    the gradient. The wrong choice raises no error: gradients are wrong by a factor of tp.
     """
     group = group_or_enclosing(process_group)
     return input_ if group.size() == 1 else all_gather(input_, sequence_dimension, group, to_model_parallel)
@@ -282,16 +253,9 @@ def reduce_scatter_to_sequence_parallel_region(
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's part along the sequence; all-gather in backward.
+    """Sum partial sums over the ranks and keep this rank's part of the sequence; all-gather in backward.
 
-    Args:
-        input_: partial sums over the whole sequence.
-        sequence_dimension: dim that is scattered, ``S`` to ``S / tp``.
-        dtype: dtype to which gradients are cast before they are gathered.
-        process_group: tensor-parallel group.
-
-    Raises:
-        ValueError: the sequence does not divide by the group size.
+    ``dtype``: that to which gradients are cast before they are gathered.
     """
     group = group_or_enclosing(process_group)
     return input_ if group.size() == 1 else reduce_scatter(input_, sequence_dimension, group, dtype)
@@ -301,8 +265,7 @@ def copied(
     tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return ``tensor``; in backward gradients are summed over the ranks, in ``reduce_dtype`` if given."""
-    result: torch.Tensor = _CopyToRegion.apply(tensor, group, reduce_dtype)
-    return result
+    return _CopyToRegion.apply(tensor, group, reduce_dtype)
 
 
 class _CopyToRegion(torch.autograd.Function):

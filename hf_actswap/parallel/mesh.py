@@ -6,12 +6,10 @@ outermost axis, as in Megatron and NxD: r = (stage * dp + data rank) * tp + tens
 stages, which are the smallest, cross the slowest links. The dims are named as Accelerate reads them: data
 loaders divide ``tp`` out of the process index and count ``dp_replicate`` or ``dp_shard``.
 
-Combines FSDP2 over the data axis with tensor parallelism inside: finds, gathers and makes shards.
-
-A rank's part of a parameter (of tensor parallelism) is a plain tensor; ``fully_shard`` over the data axis
-alone divides it further, by rows, into DTensors. The two do not interfere: tensor parallelism works inside a
-layer on the gathered part, FSDP2 gathers before the layer and averages gradients over the data axis after it,
-and tagged gradients are summed over the tensor axis shard by shard.
+**FSDP2 over the data axis, tensor parallelism inside.** A rank's part of a parameter is a plain tensor;
+``fully_shard`` over the data axis alone divides it further, by rows, into DTensors. The two do not interfere:
+tensor parallelism works inside a layer on the gathered part, FSDP2 gathers before the layer and averages
+gradients over the data axis after it, and tagged gradients are summed over the tensor axis shard by shard.
 
 FSDP2 makes two new parameters of each: the shard, which optimizers see, and the gathered parameter, which the
 layer sees while it runs. Neither has the attributes of the old parameter. The gathered one exists from the
@@ -53,8 +51,7 @@ class MeshError(ActSwapError):
 class ParallelMesh:
     """The processes as a table: the ranks of a row divide one model, those of a column hold the same part.
 
-    Args:
-        device_mesh: two dims, the data axis and then the tensor axis.
+    ``device_mesh`` has two dims, the data axis and then the tensor axis.
     """
 
     device_mesh: DeviceMesh
@@ -137,12 +134,7 @@ def mesh_of(
 ) -> ParallelMesh:
     """Return a mesh of ranks in another order than `build_mesh` puts them; every rank must call it.
 
-    Args:
-        table: all ranks, ``[models, ranks per model]``.
-        device_type: type of the devices.
-        data_axis: name of the data axis.
-        group: the ranks of this rank's row.
-        timeout_s: see `build_mesh`.
+    ``table`` has all ranks, ``[models, ranks per model]``; ``group`` is this rank's row.
     """
     columns = own_group(table.T.tolist(), timeout_s)
     names = (data_axis, TENSOR_AXIS)
@@ -155,10 +147,6 @@ def own_group(table: Sequence[Sequence[int]], timeout_s: float | None = None) ->
     PyTorch names a group by how many groups this process has made or, if only the group's own ranks make it
     (``use_local_synchronization``), by how many it belongs to. Ranks whose numbers differ wait for each other
     under different names, for ever. So all ranks make all groups here, and each belongs to exactly one.
-
-    Args:
-        table: rows that have each rank of the world once.
-        timeout_s: how long a collective of the group waits; ``None``: as long as PyTorch's groups do.
     """
     if len(table) == 1:
         found = dist.group.WORLD
@@ -172,11 +160,8 @@ def own_group(table: Sequence[Sequence[int]], timeout_s: float | None = None) ->
 def check_processes(tensor_parallel_size: int, environment: Mapping[str, str] | None = None) -> None:
     """Check that the started processes have formed one group, and can be divided into models.
 
-    Uses only this process's environment, without waiting for other ranks; all ranks get the same result.
-
-    Args:
-        tensor_parallel_size: ranks per model.
-        environment: variables that the launcher set; ``None``: `os.environ`.
+    Uses only this process's environment (``None``: `os.environ`), without waiting for other ranks; all ranks
+    get the same result.
 
     Raises:
         MeshError: with what was expected and found, and the command to start with.
@@ -196,26 +181,19 @@ def check_innermost(group: dist.ProcessGroup, tensor_parallel_size: int) -> None
     first = min(ranks) // tensor_parallel_size * tensor_parallel_size
     expected = list(range(first, first + tensor_parallel_size))
     if ranks != expected:
-        raise MeshError(
-            [
-                Problem(
-                    "tensor_parallel_group",
-                    f"ranks {expected}: {tensor_parallel_size} that follow one another",
-                    f"ranks {ranks}",
-                    "Pass no group, and the mesh builds its own. With ranks in another order give the groups "
-                    "to the parallel layers yourself (tensor_parallel_group, process_group).",
-                )
-            ]
+        wanted = f"ranks {expected}: {tensor_parallel_size} that follow one another"
+        hint = (
+            "Pass no group, and the mesh builds its own. With ranks in another order give the groups "
+            "to the parallel layers yourself (tensor_parallel_group, process_group)."
         )
+        raise MeshError([Problem("tensor_parallel_group", wanted, f"ranks {ranks}", hint)])
 
 
 def launch_command(num_processes: int, on_cpu: bool | None = None) -> str:
     """Return the shell command that starts a script in so many processes on this machine.
 
-    Args:
-        num_processes: number of processes.
-        on_cpu: whether they run on the CPU; ``None``: if there is no accelerator. (``--cpu`` would start one
-            process; a configuration with ``use_cpu`` alone would start separate trainings.)
+    ``on_cpu`` ``None``: if there is no accelerator. (``--cpu`` would start one process; a configuration with
+    ``use_cpu`` alone would start separate trainings.)
     """
     without_accelerator = not torch.accelerator.is_available() if on_cpu is None else on_cpu
     command = (
@@ -278,12 +256,10 @@ def _device_type() -> str:
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter under FSDP2, under one of its names.
+    """A parameter under FSDP2, under one of its names in one of its modules.
 
-    Args:
-        module, name: the module that holds it, and its name there.
-        shard: the parameter that optimizers see.
-        gathered: the parameter that the module sees while it runs; ``None`` before the first gather.
+    Optimizers see the ``shard``; the module sees ``gathered`` while it runs (``None`` before the first
+    gather).
     """
 
     module: nn.Module
@@ -296,8 +272,6 @@ def shard_over_data(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceM
     """Apply ``fully_shard`` to each layer and the model: it divides parameters by rows over the data axis.
 
     Args:
-        model: a model, patched or not.
-        layers: the model's decoder layers.
         mesh: the data axis, a mesh of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
         settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
 
@@ -316,7 +290,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
     """Yield each parameter that FSDP2 shards, tied ones under each of their names."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for held in _held_by(module):
+            for held in (held for group in parameter_groups(module) for held in group.fsdp_params):
                 info, gathered = held._module_info, getattr(held, "_unsharded_param", None)
                 yield ShardedParameter(info.module, info.param_name, held.sharded_param, gathered)
                 for other, name in zip(info.shared_modules, info.shared_param_names, strict=True):
@@ -325,23 +299,16 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
 
 def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield each parameter that an optimizer of ``model`` sees (FSDP2: shards) once, also in a forward."""
-    shards = {
-        id(found.gathered): found.shard for found in sharded_parameters(model) if found.gathered is not None
-    }
-    seen: set[int] = set()
-    for parameter in model.parameters():
-        trained = shards.get(id(parameter), parameter)
-        if id(trained) not in seen:
-            seen.add(id(trained))
-            yield trained
+    shards = {id(of.gathered): of.shard for of in sharded_parameters(model) if of.gathered is not None}
+    found = (shards.get(id(parameter), parameter) for parameter in model.parameters())
+    yield from {id(trained): trained for trained in found}.values()
 
 
 def whole_over_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor; a shard is gathered, for which every rank of the data axis must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
-    whole: torch.Tensor = tensor.full_tensor()
-    return whole
+    return tensor.full_tensor()
 
 
 def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -354,22 +321,12 @@ def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def reject_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Check that FSDP2 does not shard a patched model over ranks that hold different parts of it.
-
-    Raises:
-        MeshError: it does; names the ranks.
-    """
+    """Raise MeshError if FSDP2 shards a patched model over ranks that hold different parts of it."""
     ours = set(dist.get_process_group_ranks(group))
     for found in sharded_parameters(model):
-        shard = found.shard
-        if isinstance(shard, DTensor):
-            shared = sorted(ours & set(shard.device_mesh.mesh.flatten().tolist()))
+        if isinstance(found.shard, DTensor):
+            shared = sorted(ours & set(found.shard.device_mesh.mesh.flatten().tolist()))
             if len(shared) > 1:
                 hint = 'Pass fully_shard the data axis alone: mesh=build_mesh(..).device_mesh["dp_shard"].'
                 problem = Problem("fully_shard", "a mesh of the data axis", f"ranks {shared} in it", hint)
                 raise MeshError([problem])
-
-
-def _held_by(module: Any) -> list[Any]:
-    """Return FSDP2's own objects for a module's parameters."""
-    return [held for group in parameter_groups(module) for held in group.fsdp_params]

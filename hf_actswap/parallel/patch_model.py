@@ -7,18 +7,14 @@ rank's parts; hooks at the norms, the first layer, and the model's beginning and
                                               ^ padded and cut                        whole again ^
 
 Before patching, weights are whole and the same on every rank; then they are cut. So a model has the same
-weights at any number of ranks.
+weights at any number of ranks. `Patched` saves and loads it as a whole state dict.
 
 A training loop that is not made for a patched model can make two mistakes that cause no error by themselves.
 `DistributedDataParallel` over all ranks copies rank 0's part of every parameter over the others', and
 averages gradients of different things. And an optimizer that steps on tagged gradients that were not summed
 lets replicas drift apart. `StepGuard` notices both in the model's next forward with gradients, on every rank:
-
-- DDP says which of its instances is calling;
-- after a backward, tagged gradients must be summed before the parameters change: a parameter that was
-  changed in between was changed by a step without the sum.
-
-`Patched` saves and loads the model as a whole state dict, in Hugging Face's names and shapes.
+DDP says which of its instances is calling, and a tagged parameter that was changed after a backward, before
+its gradient was summed, was changed by a step without the sum.
 """
 
 from __future__ import annotations
@@ -65,80 +61,14 @@ def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:
                 yield f"{path}.{name}" if path else name, partition
 
 
-def gather_full_state(
-    model: nn.Module,
-    region: SequenceRegion,
-    wanted: Callable[[str], bool],
-    keeps: bool,
-    progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the CPU; every rank of the group, and of FSDP2's mesh, must call it.
-
-    Args:
-        model: a patched model.
-        region: says where the model's hidden states are parts of the sequence.
-        wanted: tells by name whether a tensor is returned; the same on every rank.
-        keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
-        progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
-    """
-    group, partitions = region.group, dict(partitions_of(model))
-    full: dict[str, torch.Tensor] = {}
-    by_tensor: dict[int, str] = {}
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and wanted(name)
-    }
-    for name, tensor in with_progress(state.items(), [tensor.nbytes for tensor in state.values()], progress):
-        before = by_tensor.setdefault(id(tensor), name)
-        if before != name:
-            if keeps:
-                full[name] = full[before]
-            continue
-        found, partition = whole_over_data(tensor.detach()), partitions.get(name)
-        if partition is not None:
-            found = whole_of_ranks(found, partition, group)
-        if keeps:
-            full[name] = found.cpu().clone()
-    return full
-
-
 def with_progress(items: Iterable[Item], sizes: Sequence[int], progress: Progress | None) -> Iterator[Item]:
-    """Yield items, and report after each how many bytes are done.
-
-    Args:
-        items: the items to yield.
-        sizes: bytes of each item.
-        progress: called with (bytes done, bytes in all); ``None``: no report.
-    """
+    """Yield items of these sizes, and report after each how many bytes are done, if ``progress`` is given."""
     total, done = sum(sizes), 0
     for item, size_bytes in zip(items, sizes, strict=True):
         yield item
         done += size_bytes
         if progress is not None:
             progress(done, total)
-
-
-def own_state(
-    model: nn.Module, region: SequenceRegion, full: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of whole tensors, by the same names; under FSDP2 its shards of them.
-
-    Raises:
-        ValueError: a tensor does not have the shape of the whole parameter.
-    """
-    rank, partitions = region.group.rank(), dict(partitions_of(model))
-    present = model.state_dict(keep_vars=True)
-    own = {}
-    for name, tensor in full.items():
-        partition = partitions.get(name)
-        if partition is not None and not partition.fits(tensor.shape):
-            raise ValueError(
-                f"{name}: expected {partition.full_size} in dim {partition.dim}, found {list(tensor.shape)}"
-            )
-        part = tensor if partition is None else partition.part(tensor, rank)
-        own[name] = sharded_as(part, present[name]) if name in present else part
-    return own
 
 
 logger = logging.getLogger(__name__)
@@ -166,9 +96,6 @@ class Patched:
         region: says where the model's hidden states are parts of the sequence.
         tags: keeps attributes on its parameters.
         layers: layers of the model's decoder; ``None``: they are looked for when they are needed.
-
-    Attributes:
-        model: the model.
     """
 
     def __init__(
@@ -187,7 +114,7 @@ class Patched:
 
     @property
     def region(self) -> SequenceRegion:
-        """The region: it says where the model's hidden states are parts of the sequence."""
+        """Says where the model's hidden states are parts of the sequence."""
         return self._region
 
     @property
@@ -214,7 +141,9 @@ class Patched:
     def full_state_dict(
         self, only_rank: int | None = None, only_trainable: bool = False, progress: Progress | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return whole tensors in Hugging Face's names and shapes, on the CPU; every rank must call it.
+        """Return whole tensors in Hugging Face's names and shapes, on the CPU.
+
+        Every rank of the group, and of FSDP2's mesh, must call it.
 
         Args:
             only_rank: rank of the group that gets the tensors, while others get an empty dict; ``None``: all.
@@ -223,9 +152,27 @@ class Patched:
         """
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         keeps = only_rank is None or only_rank == self.group.rank()
-        return gather_full_state(
-            self.model, self._region, lambda name: not only_trainable or name in trainable, keeps, progress
-        )
+        partitions = dict(partitions_of(self.model))
+        full: dict[str, torch.Tensor] = {}
+        by_tensor: dict[int, str] = {}
+        state = {
+            name: tensor
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and (name in trainable or not only_trainable)
+        }
+        sizes = [tensor.nbytes for tensor in state.values()]
+        for name, tensor in with_progress(state.items(), sizes, progress):
+            before = by_tensor.setdefault(id(tensor), name)
+            if before != name:
+                if keeps:
+                    full[name] = full[before]
+                continue
+            found, partition = whole_over_data(tensor.detach()), partitions.get(name)
+            if partition is not None:
+                found = whole_of_ranks(found, partition, self.group)
+            if keeps:
+                full[name] = found.cpu().clone()
+        return full
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load whole tensors, of which each rank takes its parts.
@@ -234,21 +181,24 @@ class Patched:
             ValueError: a tensor does not have the shape of the whole parameter.
             RuntimeError: as ``load_state_dict``.
         """
-        self.model.load_state_dict(own_state(self.model, self._region, state), strict=strict)
+        partitions = dict(partitions_of(self.model))
+        present = self.model.state_dict(keep_vars=True)
+        own = {}
+        for name, tensor in state.items():
+            partition = partitions.get(name)
+            if partition is not None and not partition.fits(tensor.shape):
+                expected = f"{partition.full_size} in dim {partition.dim}"
+                raise ValueError(f"{name}: expected {expected}, found {list(tensor.shape)}")
+            part = tensor if partition is None else partition.part(tensor, self.group.rank())
+            own[name] = sharded_as(part, present[name]) if name in present else part
+        self.model.load_state_dict(own, strict=strict)
 
     def shard_over_data(self, mesh: DeviceMesh, **settings: Any) -> None:
         """Shard this rank's parts over the data axis too: FSDP2 on each layer and on the model.
 
         Build the optimizer afterwards. You can also call ``fully_shard`` over the same mesh yourself.
         `full_state_dict` and `load_full_state_dict` still return and take whole tensors, but every rank of
-        all models must call them.
-
-        Args:
-            mesh: the data axis, ``build_mesh(.., "dp_shard").device_mesh["dp_shard"]``.
-            settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
-
-        Raises:
-            MeshError: the mesh has more axes.
+        all models must call them. Arguments and errors are those of `mesh.shard_over_data`.
         """
         layers = self._layers or Decoder.of(self.bare).layers
         shard_over_data(self.model, layers, mesh, **settings)
@@ -316,9 +266,8 @@ def patch_model(
     if problems:
         raise PatchError(problems)
     _agree(model, parallel_config, found, timeout_s)
-    layers = decoder.layers
     _divide(root, decoder, region, tags)
-    patched = Patched(model, region, tags, layers)
+    patched = Patched(model, region, tags, decoder.layers)
     if dist.get_rank() == 0:
         logger.info("%s", patched.describe())
     return patched
@@ -352,19 +301,15 @@ def _language_model(model: Any) -> Any:
 def _agree(model: nn.Module, config: ParallelConfig, group: dist.ProcessGroup, timeout_s: float) -> None:
     """Check that all ranks divide the same model in the same way, with the same weights (a sample)."""
     heads = [p.detach().flatten()[:_SAMPLE].double().cpu() for p in model.parameters() if not p.is_meta]
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *heads])
+    places = torch.arange(1, len(values) + 1, dtype=values.dtype)
     facts = {
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "sequence_parallel_enabled": str(config.sequence_parallel_enabled),
         "parameters": parameters_fact(model),
-        "weights": ", ".join(f"{total:.17g}" for total in _moments(heads)),
+        "weights": f"{values.sum().item():.17g}, {(values * places).sum().item():.17g}",
     }
     check_agreement(facts, timeout_s, "patch_model", dist.get_process_group_ranks(group))
-
-
-def _moments(samples: list[torch.Tensor]) -> list[float]:
-    values = torch.cat([torch.zeros(0, dtype=torch.float64), *samples])
-    places = torch.arange(1, len(values) + 1, dtype=values.dtype)
-    return [values.sum().item(), (values * places).sum().item()]
 
 
 def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: ParameterTags) -> None:
@@ -387,9 +332,7 @@ class PatchedModelError(RuntimeError):
 class StepGuard:
     """Pre-hook of a patched model: raises if the training loop has corrupted its weights (see the module).
 
-    Args:
-        group: tensor-parallel group.
-        put_tags: puts tags on parameters that were made anew.
+    ``put_tags`` puts tags on parameters that were made anew.
     """
 
     part_of_the_model = True
@@ -423,12 +366,7 @@ class StepGuard:
 
 
 def check_step(model: nn.Module) -> None:
-    """Run the check of `StepGuard` before a forward that computes with other tensors than the parameters.
-
-    Raises:
-        PatchedModelError: DDP covers ranks that hold different parts of the model.
-        UnsummedGradientError: an optimizer has stepped on tagged gradients that were not summed.
-    """
+    """Run the check of `StepGuard` before a forward that computes with other tensors than the parameters."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, StepGuard):

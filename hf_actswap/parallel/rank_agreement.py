@@ -3,21 +3,19 @@
 **Agreement.** Ranks with different configurations or models do not fail where they differ: they wait for each
 other in some collective until the backend's timeout, whose error does not name the cause. The same happens to
 the others when one rank fails by itself. So each rank first publishes a few short facts, or that it failed,
-in the key-value store of the process group: this needs no device and no collective, and works with any
-backend. Before the process group exists, it is the store that the launcher provides for starting the group.
+in the key-value store of the process group (before that exists, in the launcher's): this needs no device and
+no collective, and works with any backend.
 
 There are two rounds. In the first every rank reads the facts of all others; in the second, whether the others
 agreed. Without the second, a rank that comes late would find all facts and continue alone after the others
 have given up.
 
 **Lost ranks.** When another rank's collective fails, the backend says only that a connection was closed, by
-an address, or that a time-out has passed. And not the ranks next to the dead one alone see such an error:
-they end because of it, and their neighbours then see theirs end. So a rank with such an error asks, through
-the key-value store of the process group, which ranks are there. Within `LostRanks.named`, where a training
-runs, a thread of each rank answers, also while the rank waits in a collective. Elsewhere a rank answers only
-if it has such an error itself.
-
-A rank that leaves the block by an exception puts that into the store, so that the others can name the cause.
+an address, or that a time-out has passed. The neighbours of a dead rank end because of such an error, and
+their neighbours then see theirs end. So a rank with such an error asks, through the store, which ranks are
+there. Within `LostRanks.named`, where a training runs, a thread of each rank answers, also while the rank
+waits in a collective. Elsewhere a rank answers only if it has such an error itself. A rank that leaves the
+block by an exception puts that into the store, so that the others can name the cause.
 """
 
 from __future__ import annotations
@@ -56,14 +54,8 @@ class RankAgreementError(ActSwapError):
     subject = "agreement of the ranks"
 
 
-def answering_ranks(
-    store: dist.distributed_c10d.Store, keys: Mapping[int, str], timeout_s: float
-) -> list[int]:
-    """Wait for the ranks' keys in a store; return the ranks whose keys are there in time.
-
-    Raises:
-        RuntimeError: the store does not answer.
-    """
+def answering_ranks(store: Store, keys: Mapping[int, str], timeout_s: float) -> list[int]:
+    """Wait for the ranks' keys in a store; return the ranks whose keys are there in time."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         return list(keys)
@@ -75,7 +67,7 @@ def answering_ranks(
 class _Agreement:
     """One agreement: its keys in the store, the ranks that take part, and the time limit of each round."""
 
-    store: dist.distributed_c10d.Store
+    store: Store
     name: str
     rank: int
     ranks: Sequence[int]
@@ -100,14 +92,11 @@ class _Agreement:
 
 
 @contextmanager
-def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c10d.Store, int, int] | None]:
+def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[Store, int, int] | None]:
     """Yield a store that all ranks share, this rank, and the number of ranks; ``None`` if it is alone.
 
     Before the process group exists, the launcher serves the store or, within this block, rank 0. So start the
     group within the block: otherwise other ranks may connect to a store that is about to close.
-
-    Args:
-        timeout_s: how long to wait for the others.
     """
     if dist.is_available() and dist.is_initialized():
         yield dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -125,13 +114,11 @@ def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str,
 
     A rank that fails in the block raises its own error, after at most `READERS_S`; the others raise an error
     that names this rank and its error when they reach the end of the block. With one process it does nothing.
+    The block gets a dict for facts that must be the same on all ranks; see `check_agreement`.
 
     Args:
         name: what the block does; calls are counted by name.
         timeout_s: how long a rank waits at the end of the block for the others.
-
-    Yields:
-        A dict for facts that must be the same on all ranks; see `check_agreement`.
 
     Raises:
         RankAgreementError: another rank failed, or its facts differ, or it did not come.
@@ -152,9 +139,7 @@ def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str,
             _agree(agreement, facts)
 
 
-def _next_agreement(
-    store: dist.distributed_c10d.Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
-) -> _Agreement:
+def _next_agreement(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> _Agreement:
     count = store.add(f"hf_actswap/{name}/calls/{rank}", 1)
     return _Agreement(store, f"{name}/{count}", rank, ranks, timeout_s)
 
@@ -183,7 +168,7 @@ def parameters_fact(model: nn.Module) -> str:
 
 
 def digest(text: str) -> str:
-    """Return twelve hexadecimal digits that stand for a text, e.g. a configuration's dump."""
+    """Return twelve hexadecimal digits that stand for a text."""
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -238,15 +223,12 @@ def _missing(found: Mapping[int, str], agreement: _Agreement) -> list[Problem]:
     missing = [other for other in agreement.ranks if other not in found]
     if not missing:
         return []
-    return [
-        Problem(
-            "ranks",
-            f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s",
-            f"none from {_listed(missing)}",
-            "Look for their errors. If they are only slow, give more time: ddp_timeout of the training "
-            "arguments, or timeout_s of patch_model.",
-        )
-    ]
+    expected = f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s"
+    hint = (
+        "Look for their errors. If they are only slow, give more time: ddp_timeout of the training "
+        "arguments, or timeout_s of patch_model."
+    )
+    return [Problem("ranks", expected, f"none from {_listed(missing)}", hint)]
 
 
 def _differences(found: Mapping[int, str]) -> list[Problem]:
@@ -275,12 +257,8 @@ def _rejections(verdicts: Mapping[int, str]) -> list[Problem]:
     rejected = {rank: json.loads(text) for rank, text in verdicts.items() if text != _AGREED}
     if not rejected:
         return []
-    first = next(iter(rejected.values()))
-    return [
-        Problem(
-            "ranks", "agreement of all", f"none of {_listed(list(rejected))}", f"They say: {' '.join(first)}"
-        )
-    ]
+    hint = f"They say: {' '.join(next(iter(rejected.values())))}"
+    return [Problem("ranks", "agreement of all", f"none of {_listed(list(rejected))}", hint)]
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -305,6 +283,7 @@ _SIGNS = (
 
 _KEY = "hf_actswap/lost"
 _NOTICED = "has noticed that another rank is lost"
+_ALL_ANSWER = "All of them answer"
 _NO_BLOCK = (
     "Only the ranks of this collective were asked, and one that waits for something else gives no sign: in "
     "`with prepared.naming_lost_ranks():` around the loop all are asked, and all that are there answer."
@@ -328,11 +307,11 @@ def lost_rank_error(
         told: what another rank has found out before; said if the store does not answer any more.
     """
     text = str(error)
-    if isinstance(error, LostRankError) or not _is_of_a_lost_rank(error):
+    if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):
         return None
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     try:
-        who = _who(ranks) or "All of them answer: one of them is late, or waits for something else."
+        who = _who(ranks) or f"{_ALL_ANSWER}: one of them is late, or waits for something else."
     except RuntimeError:
         gone = "The store of the process group is gone too: look at the process that serves it, usually rank"
         who = told or f"{gone} 0."
@@ -344,17 +323,11 @@ def lost_rank_error(
     )
 
 
-def _is_of_a_lost_rank(error: RuntimeError) -> bool:
-    return any(sign in str(error).lower() for sign in _SIGNS)
-
-
 def _who(ranks: list[int]) -> str:
     """Ask all ranks; return who has left or does not answer, empty if nobody.
 
-    Ranks outside of ``ranks`` are asked too, if they are in a training (`LostRanks`).
-
-    Raises:
-        RuntimeError: the store does not answer.
+    Ranks outside of ``ranks`` are asked too, if they are in a training (`LostRanks`). RuntimeError: the store
+    does not answer.
     """
     store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
     everyone = range(dist.get_world_size())
@@ -381,7 +354,6 @@ def _who(ranks: list[int]) -> str:
 
 
 def _states(store: Store, ranks: Iterable[int]) -> dict[int, str]:
-    """Return what each rank that is or was in a training says of itself."""
     return {rank: store.get(_state(rank)).decode() for rank in ranks if store.check([_state(rank)])}
 
 
@@ -397,8 +369,7 @@ def _answer(number: int, rank: int) -> str:
 class LostRanks:
     """Answers for this rank while it trains, and names lost ranks in the errors of the training.
 
-    Attributes:
-        told: what another rank has found out about lost ranks; empty: nothing.
+    ``told`` is what another rank has found out about lost ranks; empty: nothing.
     """
 
     def __init__(self) -> None:
@@ -411,9 +382,6 @@ class LostRanks:
 
         Only if a rank has left or does not answer; other errors come as they are. Blocks may be nested. With
         one process it does nothing.
-
-        Raises:
-            LostRankError: a rank has ended, or does not answer.
         """
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._inside or not several:
@@ -430,7 +398,11 @@ class LostRanks:
         try:
             yield
         except RuntimeError as error:
-            lost = error if isinstance(error, LostRankError) else self._instead_of(error)
+            if isinstance(error, LostRankError):
+                lost: LostRankError | None = error
+            else:
+                lost = lost_rank_error(error, None, self.told)
+                lost = None if _ALL_ANSWER in str(lost) else lost
             state = _NOTICED if lost is not None else _in_a_line(error)
             if lost is None or lost is error:
                 raise
@@ -444,13 +416,6 @@ class LostRanks:
             thread.join(_LOOKS_EACH_S)
             with suppress(RuntimeError):  # the store is gone
                 store.set(_state(rank), state)
-
-    def _instead_of(self, error: RuntimeError) -> LostRankError | None:
-        """Return the error to raise if a rank is lost; ``None``: all are there."""
-        if not _is_of_a_lost_rank(error):
-            return None
-        found = lost_rank_error(error, None, self.told)
-        return None if found is None or "All of them answer" in str(found) else found
 
     def _answer(self, store: Store, rank: int, answered: int, stopped: threading.Event) -> None:
         """Answer each question until ``stopped``, and remember what the one who asked has found out."""
@@ -467,7 +432,6 @@ class LostRanks:
 
 
 def _asked(store: Store) -> int:
-    """Return how often a rank has asked who is there."""
     key = f"{_KEY}/asked"
     return int(store.get(key)) if store.check([key]) else 0
 

@@ -1,23 +1,20 @@
 """Divides routed experts: every rank has a part of every expert.
 
 A token is routed where its hidden state is: under sequence parallelism each rank routes its own ``T / tp``
-tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens, compute their
-parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
+tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens along dim 0,
+compute their parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
 
     hidden [T/tp, H] -------------------all-gather--> [T, H] --> experts --reduce-scatter--> [T/tp, H]
     router: experts, weights [T/tp, k] -all-gather--> [T, k] ----^
-
-Experts treat tokens one by one, whatever rank a token is from, so everything is gathered along dim 0.
 
 In backward the gradients of routing weights are summed too, since each rank has the contribution of its
 parts of the experts. So a router's gradient is complete for the tokens that the router has seen: its
 parameters carry the tag ``sequence_parallel_enabled`` if it saw a rank's tokens, and no tag if it saw all.
 
-**Products.** The rows of tokens are multiplied with the weights of their experts so that no rows of full
-width are saved. A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each
-expert's lie together. Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its
-rows ``[R, H]`` for the first weight's gradient, and the second product's rows ``[R, H]`` for the routing
-weights' gradient. Here::
+**Products.** A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each expert's
+lie together. Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its rows
+``[R, H]`` for the first weight's gradient, and the second product's rows ``[R, H]`` for the routing weights'
+gradient. Here::
 
     shard --[column_input]--> [T, H] --[routed_product]--> [R, 2I/tp] --gate--> h [R, I/tp]
                                                                                  |
@@ -28,10 +25,9 @@ weights' gradient. Here::
 - The routing weight is multiplied before the second product, with the same result:
   ``w (W_down h) = W_down (w h)``. Its gradient is then ``<W_down^T dy, h>``, without ``W_down h``.
 
-Saved are a tensor ``[R, I/tp]`` and indices. Rows of full width exist only while a product runs.
-
-The products of all experts are one kernel (``torch.nn.functional.grouped_mm``), or one product for each,
-for which the host must know how many rows each has.
+Saved are a tensor ``[R, I/tp]`` and indices. Rows of full width exist only while a product runs. The products
+of all experts are one kernel (``torch.nn.functional.grouped_mm``), or one product for each, for which the
+host must know how many rows each has.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ from .families import EXPERTS, EXPERTS_IMPLEMENTATIONS
 from .gradients import TAG
 from .mappings import all_gather, copied, sum_of_shares
 from .sequence_region import SequenceRegion
-from .weights import ParameterTags, Partition, ShardedModule, like_parameter
+from .weights import ParameterTags, Partition, ShardedModule
 
 _KERNEL_ALIGNMENT_BYTES = 16
 """``grouped_mm`` raises unless the size of each row of its matrices is a multiple of this."""
@@ -108,26 +104,19 @@ class ProductSettings(NamedTuple):
 def routed_product(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, settings: ProductSettings
 ) -> torch.Tensor:
-    """Multiply each token with the weights of its experts; a function that a ``TorchFunctionMode`` sees.
+    """Multiply each token with the weights of its experts: ``[R, N]``, sorted by expert.
+
+    A ``TorchFunctionMode`` sees this function.
 
     Args:
         x: ``[T, H]``. If it was made by `column_input` with ``weight``, it is not saved; else it is held.
         weight: ``[E, N, H]``, or transposed.
-        routing: routing of the tokens.
-        settings: dtype, kernel and layout of the weight.
-
-    Returns:
-        ``[R, N]``, sorted by expert.
     """
     if has_torch_function((x, weight)):
-        result: torch.Tensor = handle_torch_function(
-            routed_product, (x, weight), x, weight, routing, settings
-        )
-        return result
+        return handle_torch_function(routed_product, (x, weight), x, weight, routing, settings)
     behind = input_node_of(x, weight)
     given = weight if behind is None else weight.detach()
-    product: torch.Tensor = _RoutedProduct.apply(x, given, *routing, (behind, settings))
-    return product
+    return _RoutedProduct.apply(x, given, *routing, (behind, settings))
 
 
 def combined_product(
@@ -139,25 +128,18 @@ def combined_product(
 ) -> torch.Tensor:
     """Multiply rows with their experts' weights, and add up each token's products by its routing weights.
 
-    A ``TorchFunctionMode`` sees this function.
+    A ``TorchFunctionMode`` sees this function. It returns ``[T, H]``, in the dtype of the settings.
 
     Args:
         rows: ``[R, I]``, sorted by expert.
         weights: routing weights ``[T, k]``.
         weight: ``[E, H, I]``, or transposed.
-        routing: routing of the tokens.
-        settings: dtype, kernel and layout of the weight.
-
-    Returns:
-        ``[T, H]``, in the dtype of the settings.
     """
     if has_torch_function((rows, weights, weight)):
-        result: torch.Tensor = handle_torch_function(
+        return handle_torch_function(
             combined_product, (rows, weights, weight), rows, weights, weight, routing, settings
         )
-        return result
-    product: torch.Tensor = _CombinedProduct.apply(rows, weights, weight, *routing, settings)
-    return product
+    return _CombinedProduct.apply(rows, weights, weight, *routing, settings)
 
 
 class _RoutedProduct(torch.autograd.Function):
@@ -183,7 +165,7 @@ class _RoutedProduct(torch.autograd.Function):
         gradient = gradient.contiguous()
         weight, order, ends = ctx.saved_tensors
         dw, needs_x = None, ctx.needs_input_grad[0]
-        product = partial(_gradient_of_routed, order=order, ends=ends, settings=ctx.settings)
+        product = partial(_weight_gradient, order=order, ends=ends, settings=ctx.settings)
         if ctx.behind is not None:
             node, number = ctx.behind
             pass_output_gradient(node, number, gradient, product)
@@ -244,11 +226,11 @@ class _CombinedProduct(torch.autograd.Function):
                 d_rows = (d_weighted * _of_rows(weights, order)).to(ctx.rows_dtype)
         if needs_weight:
             weighted = rows * _of_rows(weights, order)
-            d_weight = _weight_gradient(routed, weighted, ends, ctx.settings).to(ctx.weight_dtype)
+            d_weight = _outer(routed, weighted, ends, ctx.settings).to(ctx.weight_dtype)
         return d_rows, d_weights, d_weight, None, None, None
 
 
-def _gradient_of_routed(
+def _weight_gradient(
     gradient: torch.Tensor,
     x: torch.Tensor,
     order: torch.Tensor,
@@ -256,15 +238,7 @@ def _gradient_of_routed(
     settings: ProductSettings,
 ) -> torch.Tensor:
     """Return the weights' gradient ``[E, N, H]`` (or its transpose) from ``[R, N]`` and ``[T, H]``."""
-    return _weight_gradient(gradient, _rows(x, order), ends, settings)
-
-
-def _weight_gradient(
-    gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
-) -> torch.Tensor:
-    """Return each expert's weight gradient from output gradients ``[R, out]`` and inputs ``[R, in]``."""
-    pair = (rows, gradient) if settings.transposed else (gradient, rows)
-    return _outer(*pair, ends, settings)
+    return _outer(gradient, _rows(x, order), ends, settings)
 
 
 def _rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -299,9 +273,10 @@ def _multiplied(
 
 
 def _outer(
-    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
+    gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
 ) -> torch.Tensor:
-    """Return each expert's sum of outer products of its rows: ``[E, A, B]`` of ``[R, A]`` and ``[R, B]``."""
+    """Return each expert's weight gradient from output gradients ``[R, out]`` and inputs ``[R, in]``."""
+    left, right = (rows, gradient) if settings.transposed else (gradient, rows)
     with torch.autocast(left.device.type, enabled=False):
         left, right = left.to(settings.dtype), right.to(settings.dtype)
         sizes = left.shape[1], right.shape[1]
@@ -334,9 +309,14 @@ def _kernel_takes(rows: torch.Tensor, sizes: tuple[int, ...]) -> bool:
 TOKEN_DIM = 0
 """Dim of the tokens in the input of experts, ``[T, H]``."""
 
-
 _DEFAULT_GATE = "_default_apply_gate"
 """Name of transformers' function for experts that compute ``act_fn(gate) * up``."""
+
+
+_ROWS = "down_proj"
+"""Name of the second weights of transformers' experts."""
+
+_ROWS_BIAS = "down_proj_bias"
 
 
 class ExpertsLayout(NamedTuple):
@@ -366,35 +346,22 @@ class ExpertsLayout(NamedTuple):
 
     @property
     def columns(self) -> str:
-        """Name of the first weights."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     @property
-    def rows(self) -> str:
-        """Name of the second weights."""
-        return "down_proj"
-
-    @property
-    def rows_bias(self) -> str:
-        """Name of the second biases."""
-        return f"{self.rows}_bias"
-
-    @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters."""
-        weights = (self.columns, self.rows)
+        weights = (self.columns, _ROWS)
         return (*weights, *(f"{name}_bias" for name in weights)) if self.biased else weights
 
     def inner_size(self, experts: nn.Module) -> int:
-        """Return ``I`` of whole experts."""
-        return experts.get_parameter(self.rows).shape[1 if self.transposed else 2]
+        return experts.get_parameter(_ROWS).shape[1 if self.transposed else 2]
 
     def partitions(self, inner: int, ranks: int) -> dict[str, Partition]:
         """Return how the parameters are divided, all along ``I``; the second biases are not."""
         size, stride = (2 * inner, 1 if self.interleaved else 2) if self.gated else (inner, 1)
         found = {
             self.columns: Partition.of(2 if self.transposed else 1, size, ranks, stride),
-            self.rows: Partition.of(1 if self.transposed else 2, inner, ranks),
+            _ROWS: Partition.of(1 if self.transposed else 2, inner, ranks),
         }
         if self.biased:
             found[f"{self.columns}_bias"] = Partition.of(1, size, ranks, stride)
@@ -413,7 +380,6 @@ class ParallelExperts(ShardedModule):
             ``[E, H, I]``, or as `ExpertsLayout` says, ``act_fn`` or ``_apply_gate``, and a ``config`` whose
             ``_experts_implementation`` is read at each call: ``eager`` computes one expert after the other,
             all others one kernel for all where the device has one for these sizes.
-        region: says where the model's hidden states are parts of the sequence.
         layer: the decoder layer of the experts.
 
     Attributes:
@@ -424,39 +390,31 @@ class ParallelExperts(ShardedModule):
 
     def __init__(self, full: Any, region: SequenceRegion, layer: nn.Module) -> None:
         super().__init__(region.group)
-        self._region, self._layer = region, _Held(layer)
+        self._region = region
+        self._layer = (layer,)  # in a tuple, so that it is not registered as a submodule
         self.config, self.num_experts = getattr(full, "config", None), full.num_experts
         self.layout = layout = ExpertsLayout.of(full)
-        rank = region.group.rank()
         for name, partition in layout.partitions(layout.inner_size(full), region.group.size()).items():
             self.divide(name, partition)
-        for name in layout.parameters:
-            whole, cut = full.get_parameter(name), self.partitions.get(name)
-            with torch.no_grad():
-                part = whole.clone() if cut is None else cut.part(whole, rank)
-            setattr(self, name, like_parameter(part, whole))
+        self.take(full)
         if hasattr(full, "act_fn"):
             self.act_fn = full.act_fn
         self._gate = _own_gate(full)
         self.keep_gathered = False
         vars(self)["forward"] = self._forward
-        self.train(full.training)
 
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the experts' sums for this rank's tokens.
+        """Return the experts' sums for this rank's tokens, in the shape of ``hidden_states``.
 
         Args:
             hidden_states: ``[T / tp, H]`` in an active region, else ``[T, H]``, alike on all ranks.
             top_k_index: experts of these tokens, ``[.., k]``.
             top_k_weights: routing weights, ``[.., k]``.
-
-        Returns:
-            A tensor in the shape of ``hidden_states``.
         """
         region, group = self._region, self._region.group
-        keep_gathered = self.keep_gathered or (self.training and is_checkpointed(self._layer.module))
+        keep_gathered = self.keep_gathered or (self.training and is_checkpointed(self._layer[0]))
         settings = InputSettings(group, region.is_active, TOKEN_DIM, region.reduce_dtype, keep_gathered)
         columns = self.get_parameter(self.layout.columns)
         hidden = column_input(hidden_states, [columns], settings)
@@ -476,38 +434,34 @@ class ParallelExperts(ShardedModule):
         inner = routed_product(hidden, self.get_parameter(layout.columns), routing, settings)
         if layout.biased:
             inner = inner + self.get_parameter(f"{layout.columns}_bias")[routing.experts(inner.shape[0])]
-        rows = self.get_parameter(layout.rows)
-        inner = self._activated(inner)
-        return combined_product(inner, weights, rows, routing, settings).to(hidden.dtype)
-
-    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return the activation ``[R, I / tp]`` of the first product (``[R, 2I / tp]`` if it is gated)."""
+        rows = self.get_parameter(_ROWS)
         if self._gate is not None:
-            return self._gate(inner)
-        if not self.layout.gated:
-            activated: torch.Tensor = self.act_fn(inner)
-            return activated
-        gate, up = inner.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+            inner = self._gate(inner)
+        elif layout.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.act_fn(gate) * up
+        else:
+            inner = self.act_fn(inner)
+        return combined_product(inner, weights, rows, routing, settings).to(hidden.dtype)
 
     def _bias_of_tokens(self, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the second biases' sum for this rank's tokens, ``[T, H]``, to be added to the total."""
         if not self.layout.biased:
             return None
         of_experts = weights.new_zeros((*experts.shape[:-1], self.num_experts))
-        bias = self.get_parameter(self.layout.rows_bias)
+        bias = self.get_parameter(_ROWS_BIAS)
         return of_experts.scatter_add(-1, experts, weights).to(bias.dtype) @ bias
 
     def _settings(self, hidden: torch.Tensor) -> ProductSettings:
         """Return dtype and kernel as transformers chooses them: autocast does not cast for ``grouped_mm``."""
         implementation = getattr(self.config, "_experts_implementation", None) or "eager"
-        dtype, kind = self.get_parameter(self.layout.rows).dtype, hidden.device.type
+        dtype, kind = self.get_parameter(_ROWS).dtype, hidden.device.type
         if implementation != "grouped_mm" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         return ProductSettings(dtype, implementation != "eager", self.layout.transposed)
 
     def extra_repr(self) -> str:
-        return f"experts={self.num_experts}, ranks={self.partitions['down_proj'].ranks}"
+        return f"experts={self.num_experts}, ranks={self.partitions[_ROWS].ranks}"
 
 
 def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -517,15 +471,7 @@ def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     for name in ExpertsLayout.of(full).parameters:  # the method holds its module, but needs no weights
         del full._parameters[name]
-    own: Callable[[torch.Tensor], torch.Tensor] = gate
-    return own
-
-
-class _Held:
-    """Refers to a module that must not be registered as a submodule."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    return gate
 
 
 def _of_all_tokens(
@@ -541,12 +487,7 @@ def _of_all_tokens(
     return numbers.to(experts.dtype), found_weights.to(weights.dtype)
 
 
-_ARGUMENTS = 3
-"""Number of arguments of an experts module: hidden states, experts and routing weights."""
-
-
 def experts_of(layer: nn.Module) -> list[str]:
-    """Return the paths of a layer's routed experts of a supported kind."""
     return [
         path
         for path, module in layer.named_modules()
@@ -555,14 +496,7 @@ def experts_of(layer: nn.Module) -> list[str]:
 
 
 def problems_of_experts(where: str, layer: nn.Module, path: str, ranks: int) -> Iterator[Problem]:
-    """Yield a problem for each reason why routed experts cannot be divided.
-
-    Args:
-        where: name of the layer.
-        layer: the layer that has the experts.
-        path: path of the experts in the layer.
-        ranks: size of the tensor-parallel group.
-    """
+    """Yield a problem for each reason why routed experts of a layer (named ``where``) cannot be divided."""
     experts: Any = layer.get_submodule(path)
     size = ExpertsLayout.of(experts).inner_size(experts)
     if size % ranks:
@@ -579,12 +513,10 @@ def problems_of_experts(where: str, layer: nn.Module, path: str, ranks: int) -> 
 
 
 def divide_experts(layer: nn.Module, path: str, region: SequenceRegion, tags: ParameterTags) -> None:
-    """Divide the routed experts at ``path`` of a layer, in place."""
-    parent, _, name = path.rpartition(".")
     experts = ParallelExperts(layer.get_submodule(path), region, layer)
-    layer.get_submodule(parent)._modules[name] = experts
+    layer.set_submodule(path, experts)
     if region.enabled and experts.layout.biased:
-        tags.add(experts, experts.layout.rows_bias, **{TAG: True})
+        tags.add(experts, _ROWS_BIAS, **{TAG: True})
 
 
 def is_supported(experts: Any) -> bool:
@@ -592,10 +524,11 @@ def is_supported(experts: Any) -> bool:
     names = {name for name, _ in experts.named_parameters()}
     layout = ExpertsLayout.of(experts)
     if names != set(layout.parameters) or any(
-        experts.get_parameter(name).dim() != 3 for name in (layout.columns, layout.rows)
+        experts.get_parameter(name).dim() != 3 for name in (layout.columns, _ROWS)
     ):
         return False
     if getattr(experts, "has_post_expert_norm", False) or not hasattr(experts, "num_experts"):
         return False
-    takes = [p for p in inspect.signature(experts.forward).parameters.values() if p.name != "self"]
-    return hasattr(experts, "has_gate") or (len(takes) == _ARGUMENTS and hasattr(experts, "act_fn"))
+    takes = [name for name in inspect.signature(experts.forward).parameters if name != "self"]
+    # Three arguments: hidden states, experts and routing weights.
+    return hasattr(experts, "has_gate") or (len(takes) == 3 and hasattr(experts, "act_fn"))

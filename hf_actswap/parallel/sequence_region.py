@@ -3,7 +3,8 @@
 Between the first layer and the head each rank holds ``[B, S / tp, H]``. Tensors for the whole length
 (positions, masks, rotary tables) are made before, in the model's own forward, which notices nothing of this:
 the sequence is padded at the model's entry if the ranks do not divide it, cut at the first layer, and whole
-again behind the head.
+again behind the head. Padding is on the right: with causal attention no token sees it, so that no mask is
+needed if none was given. It is cut off the model's outputs, and the loss ignores its labels.
 
 **A forward is divided if gradients are enabled.** In all others (evaluation, generation with its cache)
 nothing is saved for backward, and each rank computes the whole residual stream. So tagged parameters only
@@ -13,9 +14,6 @@ count once per rank. All ranks decide alike, because nothing but grad mode decid
 A layer that is recomputed in backward must do what it did in forward. So a divided forward leaves the region
 active, and a forward without gradients, such as an evaluation between forward and backward, restores the
 state that it found.
-
-Padding is added on the right, and cut off the model's outputs: with causal attention no token sees it, so
-that no mask has to be made if none was given. The loss ignores the labels of padding.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ class SequenceForward:
         length: tokens per sequence, without padding; 0: not known, and nothing was padded.
         padding: number of tokens that were added to each sequence.
         was_active: whether the region was active before.
-        head_gets_padding: whether the head gets all rows, also those of padding, because the labels have them
-            too.
+        head_gets_padding: whether the head gets all rows, also those of padding: the labels have them too.
         masked: whether an attention mask was given.
         labelled: whether labels were given, so that a loss is to be computed.
         loss_computed: whether a loss was computed, by ours, or by the model's own from whole logits.
@@ -106,17 +103,10 @@ class SequenceRegion:
 
     def settings(self, in_autocast_dtype: bool = False, keep_gathered: bool = False) -> InputSettings:
         """Return how a block's input is gathered now: with sequence parallelism only in an active region."""
-        return InputSettings(
-            self.group,
-            self.is_active,
-            SEQUENCE_DIM,
-            self.reduce_dtype,
-            keep_gathered,
-            in_autocast_dtype,
-        )
+        sequence = self.is_active, SEQUENCE_DIM
+        return InputSettings(self.group, *sequence, self.reduce_dtype, keep_gathered, in_autocast_dtype)
 
     def adopt(self, layer: ParallelLinear) -> None:
-        """Add a parallel layer to those that the region switches."""
         self._layers.append(layer)
         layer.sequence_parallel_enabled = self.is_active
 
@@ -132,25 +122,24 @@ class SequenceRegion:
     def begin(
         self, owner: nn.Module, arguments: dict[str, Any], takes_cache: bool, calls_head: bool
     ) -> dict[str, Any]:
-        """Begin a forward; return its arguments, padded if the ranks do not divide the sequence.
+        """Begin a forward of ``owner``; return its arguments, padded if the ranks do not divide the sequence.
 
         Args:
-            owner: the module whose forward begins.
-            arguments: arguments of the forward, by name.
             takes_cache: whether the forward has an argument ``use_cache``.
             calls_head: whether the forward ends with the head; if not, it returns hidden states.
 
         Raises:
             ValueError: the sequence needs padding and cannot be padded.
         """
-        length = sequence_length(arguments)
+        given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        length = next((value.shape[1] for value in given if isinstance(value, torch.Tensor)), 0)
         divides = self.enabled and torch.is_grad_enabled()
-        padding = -(length or 0) % self.group.size() if divides else 0
+        padding = -length % self.group.size() if divides else 0
         if padding and takes_cache and arguments.get("use_cache") is None:
             arguments = {**arguments, "use_cache": False}  # padding must not stay in a cache
         found = SequenceForward(
             owner,
-            length or 0,
+            length,
             padding,
             self.is_active,
             masked=arguments.get("attention_mask") is not None,
@@ -159,7 +148,8 @@ class SequenceRegion:
         if padding:
             _reject_cache(arguments, found.length, self.group.size())
             arguments = padded(arguments, found.length, padding)
-        found.head_gets_padding = calls_head and _keeps_all_logits(arguments)
+        kept = arguments.get("logits_to_keep")
+        found.head_gets_padding = calls_head and (kept is None or (isinstance(kept, int) and kept == 0))
         self.switch(divides, False)
         self.current = found
         return arguments
@@ -200,11 +190,6 @@ class SequenceRegion:
         return rows.flatten(1, 2).unbind()
 
 
-def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
-    kept = arguments.get("logits_to_keep")
-    return kept is None or (isinstance(kept, int) and kept == 0)
-
-
 def _reject_cache(arguments: dict[str, Any], length: int, ranks: int) -> None:
     cache = arguments.get("past_key_values")
     if arguments.get("use_cache") or (cache is not None and cache.get_seq_length() > 0):
@@ -219,9 +204,8 @@ class EntryHook:
     """Pre-hook of a model: begins a forward, unless one is under way.
 
     Args:
-        region: says where the model's hidden states are parts of the sequence.
         forward: the model's own forward, whose signature gives names to positional arguments.
-        before: function that is called at the beginning of each forward.
+        before: called at the beginning of each forward.
         calls_head: whether the model ends with a head that is divided.
     """
 
@@ -280,9 +264,8 @@ class BaseExitHook:
             batch = output.last_hidden_state.shape[0]
             output.last_hidden_state = self._hidden(output.last_hidden_state, current)
             if getattr(output, "attentions", None) is not None:
-                output.attentions = tuple(
-                    own if own is None else self._all_heads(own, current) for own in output.attentions
-                )
+                heads = (own if own is None else self._all_heads(own, current) for own in output.attentions)
+                output.attentions = tuple(heads)
             if getattr(output, "router_logits", None):
                 output.router_logits = region.whole_rows(output.router_logits, batch)
                 if current.padding and not current.masked:
@@ -310,9 +293,8 @@ class BaseExitHook:
 
 
 def _cut_rows(router_logits: Sequence[torch.Tensor], current: SequenceForward) -> tuple[torch.Tensor, ...]:
-    """Return the router logits ``[B S, E]`` of each layer without those of padding."""
-    length, padding = current.length, current.padding
-    return tuple(rows_without_padding(logits, length, padding) for logits in router_logits)
+    sizes = (-1, current.length + current.padding)
+    return tuple(logits.unflatten(0, sizes)[:, : current.length].flatten(0, 1) for logits in router_logits)
 
 
 def cut_masked_rows(output: Any, current: SequenceForward) -> None:
@@ -336,13 +318,7 @@ def with_changed(
     kwargs: dict[str, Any],
     changes: Mapping[str, Change],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with some of them changed, positional or by keyword.
-
-    Args:
-        names: names of the function's parameters.
-        args, kwargs: arguments of the call.
-        changes: argument name -> function that returns the replacement of a tensor.
-    """
+    """Return a call's arguments, positional or by keyword, with the tensors named in ``changes`` changed."""
 
     def changed(name: str, value: Any) -> Any:
         return changes[name](value) if name in changes and isinstance(value, torch.Tensor) else value
@@ -363,7 +339,6 @@ class ScatterHook:
 
     Args:
         layer: the layer that is called. In a pipeline its stand-in gets the same hook.
-        region: says where the model's hidden states are parts of the sequence.
         names: arguments that have a row for each token, ``[.., S, n]``.
         first_dim: dim of the sequence in the first argument, which is cut too; ``None``: it is cut already.
     """
@@ -383,12 +358,11 @@ class ScatterHook:
             return None
         if self._first_dim is not None and self._region.current is not None:
             self._region.current.is_cut = True
-        names = self._arguments
         dims = dict.fromkeys(self._names, SEQUENCE_DIM)
         if self._first_dim is not None:
-            dims[names[0]] = self._first_dim
+            dims[self._arguments[0]] = self._first_dim
         changes = {name: functools.partial(self._own, dim) for name, dim in dims.items()}
-        return with_changed(names, args, kwargs, changes)
+        return with_changed(self._arguments, args, kwargs, changes)
 
     def _own(self, dim: int, value: torch.Tensor) -> torch.Tensor:
         dim = dim if value.is_floating_point() else -1
@@ -427,13 +401,8 @@ class TagAfterLayersHook:
     """Pre-hook of a module outside the layers: tags its parameters if its input is a part of the sequence.
 
     Before the layers a module gets the whole sequence, and its gradients are complete; after them it gets
-    parts. The place where it is registered usually tells which; its first call decides.
-
-    Args:
-        module: a module with parameters of its own.
-        behind: whether it is registered after the layers.
-        region: says where the model's hidden states are parts of the sequence.
-        tags: keeps attributes on its parameters.
+    parts. The place where it is registered usually tells which (``behind``: after the layers); its first call
+    decides.
     """
 
     part_of_the_model = True
@@ -492,15 +461,6 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments of flash attention for several sequences in one row: cumulative lengths over the whole row."""
 
 
-def sequence_length(arguments: dict[str, Any]) -> int | None:
-    """Return the length ``S`` of a forward's ids ``[B, S]`` or embeddings ``[B, S, H]``, if it has any."""
-    for name in ("input_ids", "inputs_embeds"):
-        value = arguments.get(name)
-        if isinstance(value, torch.Tensor):
-            return value.shape[1]
-    return None
-
-
 def padded(arguments: dict[str, Any], length: int, padding: int) -> dict[str, Any]:
     """Return a forward's arguments with ``padding`` more tokens in each sequence.
 
@@ -509,7 +469,8 @@ def padded(arguments: dict[str, Any], length: int, padding: int) -> dict[str, An
     """
     filled = dict(arguments)
     for name, value in arguments.items():
-        if name == "attention_mask" and not _is_row_mask(value):
+        is_mask = name == "attention_mask" and value is not None
+        if is_mask and not (isinstance(value, torch.Tensor) and value.dim() == 2):
             raise ValueError(_rejection(name, length, padding, "is no mask [B, S]"))
         if name in _PACKED and value is not None:
             raise ValueError(_rejection(name, length, padding, "gives the lengths of packed sequences"))
@@ -528,15 +489,6 @@ def padded(arguments: dict[str, Any], length: int, padding: int) -> dict[str, An
 def without_padding(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Return the first ``length`` tokens along ``dim``; a tensor with no more tokens is returned as it is."""
     return tensor if tensor.shape[dim] <= length else tensor.narrow(dim, 0, length)
-
-
-def rows_without_padding(rows: torch.Tensor, length: int, padding: int) -> torch.Tensor:
-    """Return ``[B (length + padding), E]`` without the rows of padding."""
-    return rows.unflatten(0, (-1, length + padding))[:, :length].flatten(0, 1)
-
-
-def _is_row_mask(mask: Any) -> bool:
-    return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2)
 
 
 def _rejection(name: str, length: int, padding: int, why: str) -> str:

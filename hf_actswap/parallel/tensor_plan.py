@@ -4,12 +4,11 @@ Hugging Face's plans (``base_model_tp_plan``) name a style for each projection o
 an entry the names of their projections decide (`families.PATTERNS`). A projection is divided only if a
 row-parallel one ends its block, so that the ranks' results add up to the block's result.
 
-Divides LoRA adapters (of PEFT) along with their projections; adapters are recognised by their attributes.
-
-An adapter adds ``B (A x)`` to a projection's output. On a column-parallel projection B is divided like the
-weight, and A is whole. On a row-parallel one A is divided like the weight, B is whole, and one sum over the
-ranks is taken of projection and adapter together. A whole A gets a part of its gradient from each rank's part
-of B, and a whole B reads a part of ``A x``: both are tagged, with or without sequence parallelism.
+LoRA adapters (of PEFT, recognised by their attributes) are divided along with their projections. An adapter
+adds ``B (A x)`` to a projection's output. On a column-parallel projection B is divided like the weight, and A
+is whole. On a row-parallel one A is divided like the weight, B is whole, and one sum over the ranks is taken
+of projection and adapter together. A whole A gets a part of its gradient from each rank's part of B, and a
+whole B reads a part of ``A x``: both are tagged, with or without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ _EXPECTED = "a plain LoRA adapter"
 
 
 class SharedInputLinear(nn.Linear):
-    """A whole linear layer in a divided block, which may read the same input as the divided layers.
-
-    Args:
-        full: the linear layer whose weight it takes.
-        region: says where the model's hidden states are parts of the sequence.
-    """
+    """A whole linear layer in a divided block, which may read the same input as the divided layers."""
 
     def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:
         super().__init__(full.in_features, full.out_features, bias=False, device="meta")
@@ -68,17 +62,14 @@ class UnreducedRowLinear(RowParallelLinear):
     """A row-parallel layer that returns this rank's share; its caller sums shares and adds the bias."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return ``[.., output_size]`` of this rank's features ``[.., input_size / tp]``."""
         return F.linear(input_, self.weight)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a projection with adapters around it."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Return the projection without its adapters."""
     return module.get_submodule("base_layer") if is_adapted(module) else module
 
 
@@ -88,8 +79,7 @@ def problems_of_adapter(where: str, module: nn.Module, is_row: bool) -> Iterator
         return
     lora_a, lora_b = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
     if not isinstance(lora_a, nn.ModuleDict) or not isinstance(lora_b, nn.ModuleDict):
-        hint = "Of PEFT's methods LoRA is supported."
-        yield Problem(where, _EXPECTED, type(module).__name__, hint)
+        yield Problem(where, _EXPECTED, type(module).__name__, "Of PEFT's methods LoRA is supported.")
         return
     if getattr(module, "merged", False):
         yield Problem(where, "an adapter that is not merged", "a merged one", "Call unmerge_adapter() first.")
@@ -148,13 +138,7 @@ def plan_of(config: Any) -> dict[str, str]:
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], family: Family) -> list[Block]:
-    """Return the blocks of a layer whose projections are divided, in the order of its modules.
-
-    Args:
-        layer: the decoder layer.
-        plan: from `plan_of`.
-        family: what is known of the model's family.
-    """
+    """Return the blocks of a layer whose projections are divided, in the order of its modules."""
     found: list[Block] = []
     for group, styles in _groups(layer, plan, family).items():
         rows = tuple(path for path, style in styles.items() if _is_row(layer, path, style))
@@ -280,7 +264,6 @@ def _exists(module: nn.Module, path: str) -> bool:
 
 
 def _get(module: nn.Module, path: str) -> Any:
-    """Return a module or parameter by its path; ``None``: there is none."""
     parent, _, name = path.rpartition(".")
     try:
         return getattr(module.get_submodule(parent), name, None)
@@ -309,7 +292,7 @@ def _kind(path: str, style: str | Columns) -> Columns | None:
 def _with_features(
     layer: nn.Module, group: str, columns: dict[str, Columns], family: Family
 ) -> dict[str, Columns]:
-    """Return ``columns`` with two exceptions applied.
+    """Return ``columns`` with two exceptions.
 
     All are gathered if the family's block needs all features; q, k, v that a plan gathers only for their
     norms are divided.

@@ -7,13 +7,11 @@ whole vocabulary: gathered at once, or, while the model trains on labels, when t
 If your code needs the head, call it: ``model.lm_head(hidden)`` returns whole logits. Its ``weight`` has only
 this rank's rows, and so has the embedding's; `Patched.full_state_dict` has the whole weights.
 
-**Logits.** While a model trains on labels its loss is computed from each rank's part of the logits, and the
-whole vocabulary on every rank would be the largest tensor of the step. The output must have logits all the
-same, of the shape that everybody expects: a trainer may look at them (TRL computes accuracy and entropy). So
-the output holds a tensor that knows its shape, and gathers at the first operation on it.
-
-**Every rank of the group must read it, or none**: reading is a collective. Detaching and changing the dtype
-(what Accelerate does to every output) are no reading.
+**Logits.** Whole logits on every rank would be the largest tensor of the step, and the loss does not need
+them. But a trainer may look at the output's logits (TRL computes accuracy and entropy). So the output holds a
+tensor that knows its shape, and gathers at the first operation on it. That is a collective: **every rank of
+the group must read it, or none**. Detaching and changing the dtype (what Accelerate does to every output) are
+no reading.
 
 **Cross entropy.** No rank ever holds a whole row of logits. Forward has two all-reduces, of one number per
 token and then of two (three with label smoothing): the maximum first, because every exponential is taken
@@ -21,9 +19,9 @@ relative to it, then the target's logit, the sum of exponentials and the sum of 
 Megatron need three. Backward has no communication.
 
 Saved for backward are the given logits, in their own dtype, and two numbers per token (maximum and sum of
-exponentials). The softmax is computed again from them: one pass over the shard, bitwise what forward
-computed. So fp32 logits cost nothing beyond themselves, and bf16 logits cost half of what a saved fp32
-softmax would; forward and backward each make one fp32 buffer of the size of the shard.
+exponentials), from which the softmax is computed again, bitwise as in forward. So fp32 logits cost nothing
+beyond themselves, and bf16 logits cost half of what a saved fp32 softmax would; forward and backward each
+make one fp32 buffer of the size of the shard.
 
 Unlike ``neuronx_distributed.parallel_layers.loss_functions`` the caller's logits are not written into, the
 arithmetic is never below fp32, ignored tokens count neither in loss nor in gradient, and label smoothing is
@@ -42,7 +40,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 
@@ -64,7 +61,7 @@ def parallel_cross_entropy(
     process_group: dist.ProcessGroup | None = None,
     vocabulary_size: int | None = None,
 ) -> torch.Tensor:
-    """Return the cross entropy, the same on every rank.
+    """Return the cross entropy, the same on every rank: ``[..]`` in fp32 (fp64 for fp64 logits), or a scalar.
 
     Args:
         vocab_parallel_logits: ``[.., V / tp]``, this rank's part of the vocabulary in rank order.
@@ -76,9 +73,6 @@ def parallel_cross_entropy(
         vocabulary_size: number of ids. Columns of larger ids are padding: they count as minus infinity, get
             no gradient, and take no part in the smoothing. ``None``: there is no padding.
 
-    Returns:
-        ``[..]`` in fp32 (fp64 for fp64 logits), or a scalar.
-
     Raises:
         ValueError: the shapes, the reduction, the smoothing or the vocabulary's size do not fit, or (on the
             CPU) a target is not in the vocabulary. On other devices such a target's loss is NaN instead: to
@@ -87,10 +81,9 @@ def parallel_cross_entropy(
     group = group_or_enclosing(process_group)
     if has_torch_function_unary(vocab_parallel_logits):
         settings = (target, label_smoothing, ignore_index, reduction, group, vocabulary_size)
-        computed: torch.Tensor = handle_torch_function(
+        return handle_torch_function(
             parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, *settings
         )
-        return computed
     shard = _shard_of(vocab_parallel_logits, vocabulary_size, group)
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
@@ -118,21 +111,15 @@ def from_parallel_logits_to_logprobs(
     vocabulary_size: int | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Return the log-probability of each next token, as NxD's function of this name.
+    """Return the log-probability of each next token, ``[B, S - 1]`` in fp32, as NxD's function of this name.
+
+    Other arguments and errors are those of `parallel_cross_entropy`.
 
     Args:
         vocab_parallel_logits: ``[B, S, V / tp]``.
         target: ``[B, S]``, not shifted: the logits of position s are for ``target[:, s + 1]``.
         inference: whether nothing is kept for backward.
-        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
-        vocabulary_size: as in `parallel_cross_entropy`.
         ignore_index: tokens with this target have log-probability zero.
-
-    Returns:
-        ``[B, S - 1]`` in fp32.
-
-    Raises:
-        ValueError: as in `parallel_cross_entropy`.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
         return -parallel_cross_entropy(
@@ -156,8 +143,8 @@ def parallel_causal_lm_loss(
 ) -> torch.Tensor:
     """Return what ``transformers.loss.loss_utils.ForCausalLMLoss`` (5.17 to 5.23) returns for whole logits.
 
-    It can be assigned to ``model.loss_function``; other keyword arguments are ignored, as in transformers.
-    The logits are not copied to fp32.
+    The scalar is the same on every rank. It can be assigned to ``model.loss_function``; other keyword
+    arguments are ignored, as in transformers. The logits are not copied to fp32.
 
     Args:
         logits: ``[B, S, V / tp]``, V at least ``vocab_size``.
@@ -168,16 +155,13 @@ def parallel_causal_lm_loss(
         shift_labels: labels that are shifted already, as many as there are tokens.
         process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
 
-    Returns:
-        Scalar, the same on every rank.
-
     Raises:
         ValueError: neither labels nor shifted labels are given, or as in `parallel_cross_entropy`.
     """
     if shift_labels is None:
         if labels is None:
             raise ValueError("expected labels or shift_labels, found neither")
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = parallel_cross_entropy(
         logits,
         shift_labels.reshape(logits.shape[:-1]).to(logits.device),
@@ -196,7 +180,6 @@ class _Shard:
     """Which ids of the vocabulary this rank holds.
 
     Args:
-        group: tensor-parallel group.
         first: id of the first column.
         columns: number of columns that are no padding.
         vocabulary_size: number of ids of all ranks, without padding.
@@ -218,10 +201,8 @@ def _shard_of(logits: torch.Tensor, vocabulary_size: int | None, group: dist.Pro
     width, size = logits.shape[-1], group.size()
     vocabulary = width * size if vocabulary_size is None else vocabulary_size
     if vocabulary > width * size:
-        raise ValueError(
-            f"vocabulary_size: expected at most {size} x {width}, what the ranks' logits hold together, "
-            f"found {vocabulary}"
-        )
+        held = f"{size} x {width}, what the ranks' logits hold together"
+        raise ValueError(f"vocabulary_size: expected at most {held}, found {vocabulary}")
     if size > 1 and width >= vocabulary > 1:
         raise ValueError(
             f"logits {list(logits.shape)} hold the whole vocabulary of {vocabulary}; expected the part of "
@@ -243,10 +224,21 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ignored = target == ignore_index
         outside = ((target < 0) | (target >= shard.vocabulary_size)) & ~ignored
-        _reject_on_cpu(outside, target, shard)
-        maximum = _maximum(logits, shard)
+        if outside.device.type == "cpu" and not isinstance(outside, FakeTensor) and bool(outside.any()):
+            expected = f"ids from 0 to {shard.vocabulary_size - 1}"
+            raise ValueError(f"target: expected {expected}, found {int(target[outside][0])}")
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        if shard.columns:
+            own = logits[..., : shard.columns].amax(-1).to(dtype)
+        else:
+            own = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
+        maximum = _all_reduced(own, dist.ReduceOp.MAX, shard.group)
         shifted = _shifted(logits, maximum, shard)
-        sums = [_own_targets(shifted, target, shard)]
+        if shard.columns:
+            mine, column = shard.owned(target)
+            sums = [torch.where(mine, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)]
+        else:
+            sums = [shifted.new_zeros(target.shape)]
         if label_smoothing:
             sums.append(shifted.sum(-1))
         sums.insert(1, shifted.exp_().sum(-1))
@@ -279,38 +271,12 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         gradient.masked_fill_(ignored.unsqueeze(-1), 0.0)  # logits that are not finite times zero are NaN
         padding = logits.shape[-1] - shard.columns
         gradient = gradient.to(logits.dtype)
-        return functional.pad(gradient, (0, padding)) if padding else gradient, None, None, None, None
-
-
-def _reject_on_cpu(outside: torch.Tensor, target: torch.Tensor, shard: _Shard) -> None:
-    if outside.device.type != "cpu" or isinstance(outside, FakeTensor) or not bool(outside.any()):
-        return
-    raise ValueError(
-        f"target: expected ids from 0 to {shard.vocabulary_size - 1}, found {int(target[outside][0])}"
-    )
-
-
-def _maximum(logits: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """Return the largest logit of the whole vocabulary, ``[..]``, in the dtype of the arithmetic."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    if shard.columns:
-        own = logits[..., : shard.columns].amax(-1).to(dtype)
-    else:
-        own = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
-    return _all_reduced(own, dist.ReduceOp.MAX, shard.group)
+        return F.pad(gradient, (0, padding)) if padding else gradient, None, None, None, None
 
 
 def _shifted(logits: torch.Tensor, maximum: torch.Tensor, shard: _Shard) -> torch.Tensor:
     """Return the logits that are no padding, less the maximum: a new tensor, promoted in the same kernel."""
     return logits[..., : shard.columns] - maximum.unsqueeze(-1)
-
-
-def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """Return the target's entry of ``shifted`` if this rank holds it, else zero: ``[..]``."""
-    if not shard.columns:
-        return shifted.new_zeros(target.shape)
-    mine, column = shard.owned(target)
-    return torch.where(mine, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
 
 
 def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
@@ -323,9 +289,10 @@ def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) ->
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """Name of the transformers loss that `VocabularyLoss` computes."""
 
-
 _LOSS = "loss_function"
 """Attribute by which transformers' models call their loss."""
+
+_NO_ADAPTERS = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
 
 
 class ScaledParallelEmbedding(ParallelEmbedding):
@@ -334,7 +301,6 @@ class ScaledParallelEmbedding(ParallelEmbedding):
     embed_scale: torch.Tensor | float
 
     def take_scale(self, full: Any) -> None:
-        """Take the scale from the full embedding."""
         self.scalar_embed_scale = getattr(full, "scalar_embed_scale", None)
         if isinstance(full.embed_scale, torch.Tensor):
             self.register_buffer("embed_scale", full.embed_scale.clone(), persistent=False)
@@ -342,7 +308,6 @@ class ScaledParallelEmbedding(ParallelEmbedding):
             self.embed_scale = full.embed_scale
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Look ``[B, S]`` ids up: ``[B, S, H]``."""
         scale = self.embed_scale
         if isinstance(scale, torch.Tensor):
             scale = scale.to(self.weight.dtype)
@@ -350,16 +315,13 @@ class ScaledParallelEmbedding(ParallelEmbedding):
 
 
 def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
-    """Yield a problem for an embedding or a head that is not supported."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
-        hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
-        yield Problem("embedding", "nn.Embedding", type(embedding).__name__, hint)
+        yield Problem("embedding", "nn.Embedding", type(embedding).__name__, _NO_ADAPTERS)
     elif embedding.max_norm is not None or embedding.scale_grad_by_freq:
         yield Problem("embedding", "neither max_norm nor scale_grad_by_freq", "one of them")
     if head is not None and type(head) is not nn.Linear and any(True for _ in head.parameters()):
-        hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
-        yield Problem("head", "nn.Linear", type(head).__name__, hint)
+        yield Problem("head", "nn.Linear", type(head).__name__, _NO_ADAPTERS)
 
 
 def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
@@ -397,25 +359,16 @@ def _divide_head(model: Any, head: nn.Linear, tied_to: nn.Parameter | None, regi
     if tied_to is not None:
         region.head.weight = tied_to
     replace(model, head, region.head)
-    region.head_returns_parts = _LOSS in _names_in_forward(model)
+    # A forward without `_LOSS` needs whole logits.
+    region.head_returns_parts = _LOSS in inspect.unwrap(type(model).forward).__code__.co_names
     region.head.register_forward_hook(_HeadHook(region, head.out_features))
     if region.head_returns_parts:
         model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
     model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
 
 
-def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
-    """Return the names that a model's forward uses (a forward without `_LOSS` needs whole logits)."""
-    forward = inspect.unwrap(type(model).forward)
-    return forward.__code__.co_names
-
-
 def reject_resizing(*_: Any, **__: Any) -> None:
-    """Replaces ``model.resize_token_embeddings``, because a rank holds only some rows of each table.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Replaces ``model.resize_token_embeddings``, because a rank holds only some rows of each table."""
     raise RuntimeError(
         "resize_token_embeddings: the embedding and the head of a patched model are divided among the ranks, "
         "each of which has a part of the vocabulary. Resize the whole model, then patch it"
@@ -423,7 +376,6 @@ def reject_resizing(*_: Any, **__: Any) -> None:
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace the module ``old`` by ``new`` wherever it is registered in ``model``."""
     for module in model.modules():
         for name, child in module._modules.items():
             if child is old:
@@ -434,12 +386,8 @@ class VocabularyLoss:
     """Replaces ``model.loss_function``: computes the loss from this rank's part of the logits.
 
     Args:
-        region: says where the model's hidden states are parts of the sequence.
         vocabulary_size: number of ids, without padding.
         own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
-
-    Attributes:
-        __name__: name of the model's own loss.
     """
 
     def __init__(self, region: SequenceRegion, vocabulary_size: int, own: Callable[..., Any]) -> None:
@@ -468,9 +416,9 @@ class _HeadHook:
 
     def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         current = self._region.current
-        if current is not None and self._region.head_returns_parts:
-            return output
         if current is not None:
+            if self._region.head_returns_parts:
+                return output
             current.loss_computed = True  # the model's own loss gets whole logits
         return full_logits(output, self._vocabulary_size, self._region.group)
 
@@ -496,30 +444,24 @@ class _ModelExitHook:
                     "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "
                     "the fused loss off; the patched model's own never makes whole logits either"
                 )
-            if not region.head_returns_parts:
-                return self._without_padding(output, current)
+            if not region.head_returns_parts:  # the logits are whole already
+                if current.length and not isinstance(output, tuple):
+                    output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)
+                return output
             if isinstance(output, tuple):
                 place = 1 if current.labelled else 0
-                return (*output[:place], self._whole(output[place]), *output[place + 1 :])
+                return (*output[:place], self._whole(output[place], current), *output[place + 1 :])
             cut_masked_rows(output, current)
-            output.logits = self._whole(output.logits)
+            output.logits = self._whole(output.logits, current)
             return output
         finally:
             region.end(model)
 
-    def _without_padding(self, output: Any, current: SequenceForward) -> Any:
-        """Cut the padding off an output whose logits are whole already."""
-        if current.length and not isinstance(output, tuple):
-            output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)
-        return output
-
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        region, current = self._region, self._region.current
-        assert current is not None
+    def _whole(self, logits: torch.Tensor, current: SequenceForward) -> torch.Tensor:
         if current.length:
             logits = without_padding(logits, SEQUENCE_DIM, current.length)
         reads_later = current.labelled and torch.is_grad_enabled()
-        return full_logits(logits, self._vocabulary_size, region.group, reads_later)
+        return full_logits(logits, self._vocabulary_size, self._region.group, reads_later)
 
 
 _aten = torch.ops.aten

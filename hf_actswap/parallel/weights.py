@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -188,12 +189,10 @@ def initial_part(
 
 
 def kaiming_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Fill a weight as ``nn.Linear`` does."""
     return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def uniform_bias(input_size: int) -> InitMethod:
-    """Return a function that fills a bias like an ``nn.Linear`` with ``input_size`` input features."""
     bound = 1 / math.sqrt(input_size) if input_size else 0.0
     return lambda bias: bias.uniform_(-bound, bound)
 
@@ -221,8 +220,7 @@ def with_summed_gradient(weight: torch.Tensor, group: dist.ProcessGroup) -> torc
         return weight
     dim: int = getattr(weight, "partition_dim", 0)
     pairs = ((weight.shape[dim], replicated),) if isinstance(replicated, int) else replicated
-    result: torch.Tensor = _SumOverReplicas.apply(weight, dim, pairs, group)
-    return result
+    return _SumOverReplicas.apply(weight, dim, pairs, group)
 
 
 class _SumOverReplicas(torch.autograd.Function):
@@ -248,11 +246,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 class HeldGroup:
-    """Holds a module's process group: copies of the module share the group, a pickled module has none.
-
-    Args:
-        group: the group, if there is one.
-    """
+    """Holds a module's process group: copies of the module share the group, a pickled module has none."""
 
     __slots__ = ("group",)
 
@@ -270,10 +264,7 @@ class TaggedModule(nn.Module):
     """A module that puts attributes on its parameters again whenever these are made anew.
 
     They are made anew by ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``fully_shard`` (the
-    shard and the gathered parameter) and by assignment.
-
-    Attributes:
-        tags: parameter name -> attributes.
+    shard and the gathered parameter) and by assignment. ``tags``: parameter name -> attributes.
     """
 
     tags: dict[str, dict[str, Any]]
@@ -312,13 +303,8 @@ class TaggedModule(nn.Module):
 class ShardedModule(TaggedModule):
     """A module some of whose parameters are parts of full ones.
 
-    Loading a full tensor (``load_state_dict``) takes the rank's part of it.
-
-    Args:
-        group: tensor-parallel group; ``None``: the enclosing one.
-
-    Attributes:
-        partitions: parameter name -> how it is divided.
+    Loading a full tensor (``load_state_dict``) takes the rank's part of it. ``partitions``: parameter name ->
+    how it is divided.
     """
 
     partitions: dict[str, Partition]
@@ -342,6 +328,16 @@ class ShardedModule(TaggedModule):
         self.partitions[name] = partition
         self.tag(name, **partition.tags)
 
+    def take(self, full: nn.Module) -> Self:
+        """Take the rank's parts of a full module's parameters, and its training mode; return this module."""
+        rank = self.tensor_model_parallel_group.rank()
+        for name, parameter in full.named_parameters(recurse=False):
+            partition = self.partitions.get(name)
+            with torch.no_grad():
+                part = parameter.clone() if partition is None else partition.part(parameter, rank)
+            setattr(self, name, like_parameter(part, parameter))
+        return self.train(full.training)
+
     def full_parameter(self, name: str) -> torch.Tensor:
         """Return the full tensor of a parameter, without padding. Every rank of the group must call it."""
         tensor: torch.Tensor = self.get_parameter(name).detach()
@@ -351,14 +347,13 @@ class ShardedModule(TaggedModule):
         return whole_of_ranks(tensor, partition, self.tensor_model_parallel_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        cut_to_parts(self, state_dict, prefix, self.tensor_model_parallel_group.rank())
+        cut_to_parts(self, state_dict, prefix, rank=self.tensor_model_parallel_group.rank())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def partitions_in(module: nn.Module) -> dict[str, Partition]:
     """Return how a module's own parameters are divided, by name; the module may be of any class."""
-    found: dict[str, Partition] = vars(module).get("partitions", {})
-    return found
+    return vars(module).get("partitions", {})
 
 
 def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
@@ -371,12 +366,11 @@ def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: i
         module._parameters[name] = like_parameter(partition.part(full, rank), full)
     if "partitions" not in vars(module):
         vars(module)["partitions"] = {}
-        module.register_load_state_dict_pre_hook(_CutToParts(rank))
+        module.register_load_state_dict_pre_hook(partial(cut_to_parts, rank=rank))
     vars(module)["partitions"][name] = partition
 
 
-def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, rank: int) -> None:
-    """Replace full tensors of a state dict by this rank's parts."""
+def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, rank: int) -> None:
     for name, partition in partitions_in(module).items():
         parameter, given = module._parameters.get(name), state_dict.get(prefix + name)
         if parameter is None or given is None or given.shape == parameter.shape:
@@ -385,20 +379,8 @@ def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, ran
             state_dict[prefix + name] = partition.part(given, rank)
 
 
-class _CutToParts:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        cut_to_parts(module, state_dict, prefix, self._rank)
-
-
 class ParameterTags:
-    """The attributes of a model's parameters, by module and name of the parameter.
-
-    Args:
-        model: the model that holds the parameters.
-    """
+    """The attributes of a model's parameters, by module and name of the parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -426,9 +408,7 @@ class ParameterTags:
                 vars(parameter).update(tags)
                 is_sharded = is_sharded or isinstance(parameter, DTensor)
         if is_sharded:
-            shards = {
-                (id(found.module), found.name): found.shard for found in sharded_parameters(self._model)
-            }
+            shards = {(id(of.module), of.name): of.shard for of in sharded_parameters(self._model)}
             for module, name, tags in self._tags:
                 shard = shards.get((id(module), name))
                 if shard is not None:

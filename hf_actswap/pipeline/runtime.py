@@ -6,8 +6,6 @@ states are sent padded to the largest shape so far, and the padding is cut off b
 next stage, so that it changes no value. Under sequence parallelism each rank sends its part of the sequence
 to the rank of the next stage that holds the same part.
 
-Collectives over the stages of a model: sums of shared gradients, the gradient norm, the whole state.
-
 A parameter that several stages hold (tied embeddings: the first and the last) gets the sum of their gradients
 on each of them, so that their optimizers make the same step; it counts once in the norm. The norm is computed
 as `torch.nn.utils.clip_grad_norm_` does in one process, from the norms of all parameters in the model's
@@ -72,7 +70,6 @@ class StageGradients:
                 self._groups[holders] = found
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters of this rank by name."""
         return {name: tensor for name, tensor in self._staged.own_state().items() if tensor.requires_grad}
 
     def sum_shared(self) -> None:
@@ -92,11 +89,8 @@ class StageGradients:
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the whole model's gradients, an fp32 scalar, the same on every rank."""
         stage, place = self._staged.stage, {name: index for index, name in enumerate(self._names)}
-        counted = {
-            name: parameter
-            for name, parameter in self._own().items()
-            if self._staged.holders(name)[0] == stage
-        }
+        holders = self._staged.holders
+        counted = {name: tensor for name, tensor in self._own().items() if holders(name)[0] == stage}
         if self._tensor_group is not None:
             of_stages = torch.zeros(self._staged.layout.pp, device=self._device)
             of_stages[stage] = get_grad_norm(counted.values(), norm_type, process_group=self._tensor_group)
@@ -144,9 +138,7 @@ def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch
 def gathered_on_first_rank(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:
     """Return the values of all ranks on the first rank of a group; on the others an empty dict.
 
-    Args:
-        own: values of this rank by name, sent one by one; tensors must be on the CPU.
-        group: all of its ranks must call this.
+    All ranks must call this. Values are sent one by one, by name; tensors must be on the CPU.
     """
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank > 0:
@@ -226,14 +218,13 @@ class PipelineRuntime:
     def step(self, batches: Sequence[Batch], call: Call, one_by_one: bool = False) -> torch.Tensor:
         """Run forward and backward of all micro-batches; gradients are added to the parameters.
 
+        Returns the losses, ``[micro-batches]``, fp32, the same on every rank.
+
         Args:
             batches: the micro-batches, the same on every rank; ``input_ids`` are ``[batch, seq]``.
             call: calls the model; gradients are those of the sum of all losses.
             one_by_one: let each micro-batch go through all stages and back before the next one starts, so
                 that one is in flight. Gradients are the same.
-
-        Returns:
-            The losses, ``[micro-batches]``, fp32, the same on every rank.
         """
         self._grow(batches)
         losses: list[torch.Tensor] = []
@@ -270,24 +261,18 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, call: Call) -> Any:
-        """Run one forward without gradients.
+        """Run one forward without gradients, of a batch that is the same on every rank.
 
-        Args:
-            batch: the same on every rank; ``input_ids`` are ``[batch, seq]``.
-            call: calls the model.
-
-        Returns:
-            On every rank, what the last stage's call returned: tensors in tuples, lists and dicts. Any other
-            value in it is ``None``.
+        Returns, on every rank, what the last stage's call returned: tensors in tuples, lists and dicts. Any
+        other value in it is ``None``.
         """
         stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients no sequence is divided
         found = None
         for chunk in self.staged.own_chunks:
             received = None
             if not chunk.is_first:
-                received = torch.empty(
-                    self._hidden(shape), dtype=self.staged.relay.dtype, device=self._device
-                )
+                relay, size = self.staged.relay, self._hidden(shape)
+                received = torch.empty(size, dtype=relay.dtype, device=self._device)
                 dist.recv(received, self._rank_of((chunk.index - 1) % stages), group=self.group)
             output, sent = self.staged.run(chunk, received, functools.partial(call, batch, chunk.is_last))
             if sent is None:
@@ -366,18 +351,12 @@ def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves:
 
     The last step of an epoch may have fewer micro-batches than the schedule needs. It then runs in GPipe's
     order, which gives the same gradients.
-
-    Args:
-        name: ``parallel_config.schedule``.
-        count: micro-batches of the step.
-        stages, interleaves: number of stages, and of chunks on each.
     """
     if _is_gpipe(name, count, stages, interleaves):
         kind = "ScheduleGPipe" if interleaves == 1 else "ScheduleLoopedBFS"
     else:
         kind = _CLASSES[name]
-    found: type = getattr(importlib.import_module(_ENGINE), kind)
-    return found
+    return getattr(importlib.import_module(_ENGINE), kind)
 
 
 def _is_gpipe(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> bool:
@@ -388,16 +367,10 @@ def _is_gpipe(name: PipelineSchedule, count: int, stages: int, interleaves: int)
 def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleaves: int, stage: int) -> int:
     """Return the most forwards of a stage whose backwards have not run yet: their activations are held.
 
-    A forward counts once for each chunk of the stage. 1F1B: ``stages - stage`` (Narayanan et al.,
-    2006.09503). Interleaved 1F1B: one round of micro-batches for every chunk but one, plus twice the distance
-    from the last stage, plus one (2104.04473). GPipe: all. Zero bubble: all, because PyTorch's implementation
-    holds parts of each micro-batch to the end of the step.
-
-    Args:
-        name: ``parallel_config.schedule``.
-        count: micro-batches of a step.
-        stages, interleaves: number of stages, and of chunks on each.
-        stage: index of the stage.
+    A forward counts once for each chunk (interleave) of the stage. 1F1B: ``stages - stage`` (Narayanan et
+    al., 2006.09503). Interleaved 1F1B: one round of micro-batches for every chunk but one, plus twice the
+    distance from the last stage, plus one (2104.04473). GPipe: all. Zero bubble: all, because PyTorch's
+    implementation holds parts of each micro-batch to the end of the step.
     """
     if _is_gpipe(name, count, stages, interleaves) or name == "zero_bubble":
         return count * interleaves
@@ -416,9 +389,6 @@ def order_of_passes(
     The stage first runs as many forwards as it may hold, then a backward and a forward in turn (2006.09503,
     2104.04473). torch's own ``pipeline_order`` differs from what ``gpipe`` and ``1f1b`` do on the last stage.
     ``gpipe`` with interleaves is torch's looped BFS, whose backwards run in reverse.
-
-    Args:
-        name, count, stages, stage, interleaves: see `passes_in_flight`.
     """
     if name == "zero_bubble":
         name = "interleaved_1f1b"

@@ -10,12 +10,10 @@ hidden state to send, whatever the model does with it afterwards (Gemma-2 caps t
 Parameters keep their names, and layers their index. Several chunks of one rank (interleaving) are the same
 model with different modules replaced; the replacements of one chunk are in place during its call.
 
-Checks before the first step that a model computes the same when it runs in stages.
-
-The whole model, and then the stages one after the other, are called in this process with the same few tokens,
-with the model's own code and weights. Loss and logits must be equal bit for bit. So a family whose layers
-pass more than a hidden state to later layers (value residuals, load-balancing losses, shared keys) is
-rejected, and never trained wrongly.
+**The check before the first step** (`check_cut`) calls the whole model, and then the stages one after the
+other, with the same few tokens. Loss and logits must be equal bit for bit. So a family whose layers pass more
+than a hidden state to later layers (value residuals, load-balancing losses, shared keys) is rejected, and
+never trained wrongly.
 
 If this rank has not read the weights of other stages (they are on ``meta``), each of their layers gets random
 values while it is called: Hankel matrices ``r[i + j]``, which need only as many random numbers as they have
@@ -72,10 +70,8 @@ class Chunk:
 class Relay:
     """The received hidden state and the one to send, ``[batch, seq, hidden]``, shared by the stand-ins.
 
-    Attributes:
-        received, sent: hidden states of the running call; ``None`` otherwise.
-        hidden_size, dtype: size and type of hidden states between layers; set by
-            `stages.record_layer_outputs`.
+    Both are ``None`` outside of a call. `record_layer_outputs` sets size and type of hidden states between
+    layers.
     """
 
     def __init__(self) -> None:
@@ -94,9 +90,9 @@ class PassThrough(nn.Module):
         outputs: how many values the replaced module returns in a tuple; 0: it returns a tensor.
     """
 
-    def __init__(self, replaced: nn.Module, outputs: int = 0) -> None:
+    def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.relay = outputs, relay
         for name, value in vars(replaced).items():
             if isinstance(value, str | int | float) and not name.startswith("_") and name not in _OWN:
                 setattr(self, name, value)
@@ -107,7 +103,6 @@ class PassThrough(nn.Module):
         return (hidden, *(None,) * (self.outputs - 1)) if self.outputs else hidden
 
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state that the next module reads."""
         return hidden
 
 
@@ -118,12 +113,7 @@ _OWN = ("training", "gradient_checkpointing")
 class Entrance(PassThrough):
     """Comes before the first layer of a stage: returns the hidden state received."""
 
-    def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
-        super().__init__(replaced, outputs)
-        self.relay = relay
-
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the received hidden state, or ``hidden`` in a run on fake tensors."""
         received = self.relay.received
         return hidden if received is None or isinstance(hidden, FakeTensor) else received
 
@@ -131,12 +121,7 @@ class Entrance(PassThrough):
 class Exit(PassThrough):
     """Comes after the last layer of a stage: records the hidden state to send."""
 
-    def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
-        super().__init__(replaced, outputs)
-        self.relay = relay
-
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Record ``hidden`` to be sent, and return it."""
         self.relay.sent = hidden
         return hidden
 
@@ -152,7 +137,6 @@ class NoEmbedding(nn.Module):
         self.relay = relay
 
     def forward(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return ``[batch, seq, hidden]`` for ids of ``[batch, seq]``."""
         received, shape = self.relay.received, (*ids.shape, self.relay.hidden_size)
         if received is not None and not isinstance(ids, FakeTensor):
             is_whole = received.shape == shape
@@ -163,15 +147,12 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a layer, embedding, norm or head in the model."""
-
     path: str
     stage: int
     children: dict[str, nn.Module | None]
     original: nn.Module
 
     def put(self, module: nn.Module) -> None:
-        """Put ``module`` in this place."""
         self.children[self.path.rpartition(".")[2]] = module
 
 
@@ -188,7 +169,6 @@ class StagedModel:
 
     Attributes:
         model: the model without its wrappers.
-        structure, layout, stage, sequence_ranks: as given.
         chunks: the chunks of all stages, in the order of the layers.
         relay: holds the hidden state received and the one to send.
         passes: order of this rank's forwards and backwards, for the engine (`engine.Resources`).
@@ -234,7 +214,6 @@ class StagedModel:
 
     @property
     def own_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of this rank."""
         return self.chunks[self.stage :: self.layout.pp]
 
     @property
@@ -323,28 +302,22 @@ class StagedModel:
         """Return the module for each slot while the model is called as ``chunk``."""
         made: list[nn.Module] = []
         for index, slot in enumerate(self._layers):
-            outputs = self.layer_outputs
             if index in chunk.layers:
                 made.append(slot.original)
                 continue
-            if index == chunk.layers.start - 1:
-                stand_in: PassThrough = Entrance(slot.original, outputs, self.relay)
-            elif index == chunk.layers.stop:
-                stand_in = Exit(slot.original, outputs, self.relay)
-            else:
-                stand_in = PassThrough(slot.original, outputs)
+            kinds = {chunk.layers.start - 1: Entrance, chunk.layers.stop: Exit}
+            stand_in = kinds.get(index, PassThrough)(slot.original, self.layer_outputs, self.relay)
             share_sequence_hooks(slot.original, stand_in)
             made.append(stand_in)
         for slot in self._slots[len(self._layers) :]:
-            belongs = chunk.is_first if slot is self._embedding else chunk.is_last
-            if belongs:
+            if chunk.is_first if slot is self._embedding else chunk.is_last:
                 made.append(slot.original)
             elif slot is self._embedding:
                 made.append(NoEmbedding(self.relay))
             elif slot is self._norm and chunk.layers.stop == len(self._layers):
                 made.append(Exit(slot.original, 0, self.relay))
             else:
-                made.append(PassThrough(slot.original))
+                made.append(PassThrough(slot.original, 0, self.relay))
         return made
 
     def _at_rest(self) -> list[nn.Module]:
@@ -393,9 +366,8 @@ class StagedModel:
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put every module back; nothing of the pipeline stays on the model.
 
-        Args:
-            state: state dict of the whole model (`runtime.whole_state`), which replaces all tensors,
-                also those that `cut` put on ``meta``.
+        ``state`` is the state dict of the whole model (`runtime.whole_state`). It replaces all tensors, also
+        those that `cut` put on ``meta``.
         """
         for slot in self._slots:
             slot.put(slot.original)
@@ -409,15 +381,13 @@ class StagedModel:
     def run(
         self, chunk: Chunk, received: torch.Tensor | None, call: Callable[[], Any]
     ) -> tuple[Any, torch.Tensor | None]:
-        """Call the model as one chunk.
+        """Call the model as one chunk; return what ``call`` returned, and the hidden state to send.
 
         Args:
-            chunk: a chunk of this rank; before `cut`, any chunk.
-            received: input of its first layer, ``[batch, seq, hidden]``; ``None`` for the first chunk.
+            chunk: a chunk of this rank; before `cut`, any chunk. received: input of its first layer,
+            ``[batch, seq, hidden]``; ``None`` for the first chunk. The last
+                chunk sends ``None``.
             call: calls the model.
-
-        Returns:
-            What ``call`` returned, and the hidden state to send; ``None`` for the last chunk.
         """
         relay = self.relay
         relay.received, relay.sent = received, None
@@ -478,25 +448,22 @@ _TOKENS = (2, 8)
 
 
 def check_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
-    """Compare a model in stages with the whole one, and record what its layers return
-    (`record_layer_outputs`).
+    """Compare a model in stages, before `StagedModel.cut`, with the whole one.
 
-    Args:
-        staged: the model, before `StagedModel.cut`.
-        autocast: returns the context in which the training calls the model.
+    Records what its layers return (`record_layer_outputs`). ``autocast`` returns the context in which the
+    training calls the model.
 
     Raises:
         PipelineError: the results differ, or a stage cannot be called; the error says why.
     """
-    model, relay = staged.model, staged.relay
+    model = staged.model
     modes = {module: module.training for module in model.modules()}
     batch = _few_tokens(staged)
     model.eval()
     try:
         with torch.no_grad(), autocast(), _values_for_foreign_parts(staged):
-            expected = _tensors(
-                record_layer_outputs(staged, lambda: model(**batch), batch["input_ids"].shape)
-            )
+            whole = record_layer_outputs(staged, lambda: model(**batch), batch["input_ids"].shape)
+            expected = _tensors(whole)
             received = None
             for chunk in staged.chunks:
                 given = batch if chunk.is_last else {k: v for k, v in batch.items() if k != "labels"}
@@ -505,24 +472,23 @@ def check_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
         for module, training in modes.items():
             module.training = training
     staged_result = _tensors(found)
-    differing = [name for name in expected if not _equal(expected[name], staged_result.get(name))]
+    differing = [
+        name
+        for name, one in expected.items()
+        if (other := staged_result.get(name)) is None
+        or one.shape != other.shape
+        or not torch.equal(one, other)
+    ]
     if differing:
-        raise PipelineError([_differs(staged, differing)])
-    assert relay.received is None
+        raise _differs(staged, differing)
 
 
 def record_layer_outputs(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
     """Call the whole model, and record what its first layer returns: a tensor or a tuple, its size and dtype.
 
-    Sets ``layer_outputs``, ``relay.hidden_size`` and ``relay.dtype`` of ``staged``.
-
-    Args:
-        staged: the model, before `StagedModel.cut`.
-        call: calls the model without gradients, and returns its output.
-        shape: shape ``[batch, seq]`` of the ids that the model is called with.
-
-    Returns:
-        What ``call`` returned.
+    Sets ``layer_outputs``, ``relay.hidden_size`` and ``relay.dtype`` of ``staged``, before `StagedModel.cut`.
+    Returns what ``call``, which calls the model without gradients on ids of ``shape`` ``[batch, seq]``,
+    returned.
 
     Raises:
         PipelineError: the layer returns something other than a hidden state.
@@ -531,11 +497,18 @@ def record_layer_outputs(staged: StagedModel, call: Callable[[], Any], shape: to
     first = staged.model.get_submodule(staged.structure.layers[0].module_path)
     watching = first.register_forward_hook(lambda _m, _a, output: hidden.append(output))
     try:
-        found = call()
+        returned = call()
     finally:
         watching.remove()
-    _note_form(staged, hidden, shape)
-    return found
+    output = hidden[0] if hidden else None
+    if isinstance(output, tuple):
+        staged.layer_outputs, output = len(output), output[0]
+    if len(hidden) != 1 or not isinstance(output, torch.Tensor) or output.shape[:2] != shape:
+        expected = f"layers that return hidden states [{shape[0]}, {shape[1]}, ..] once"
+        found = f"{len(hidden)} calls of the first layer, returning {type(output).__name__}"
+        raise _unfit(staged, expected, found)
+    staged.relay.hidden_size, staged.relay.dtype = output.shape[-1], output.dtype
+    return returned
 
 
 def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
@@ -570,20 +543,17 @@ def _values_for_foreign_parts(staged: StagedModel) -> Iterator[None]:
 
 @contextmanager
 def _with_values(staged: StagedModel, path: str, device: torch.device) -> Iterator[None]:
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for name, module in staged.model.get_submodule(path).named_modules(prefix=path):
-        for tensors in (module._parameters, module._buffers):
-            for last, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    full = f"{name}.{last}"
-                    values = _values(tensor, staged.entries.get(full, full), device)
-                    replaced.append((tensors, last, tensor))
-                    tensors[last] = nn.Parameter(values, False) if tensors is module._parameters else values
-    try:
+    with ExitStack() as undo:
+        for name, module in staged.model.get_submodule(path).named_modules(prefix=path):
+            for tensors in (module._parameters, module._buffers):
+                for last, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        full = f"{name}.{last}"
+                        values = _values(tensor, staged.entries.get(full, full), device)
+                        undo.callback(tensors.__setitem__, last, tensor)
+                        is_parameter = tensors is module._parameters
+                        tensors[last] = nn.Parameter(values, False) if is_parameter else values
         yield
-    finally:
-        for tensors, last, tensor in replaced:
-            tensors[last] = tensor
 
 
 def _values(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
@@ -597,34 +567,18 @@ def _values(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tens
     return matrix.contiguous()
 
 
-def _note_form(staged: StagedModel, hidden: list[Any], shape: torch.Size) -> None:
-    """Record whether a layer returns a tensor ``[batch, seq, hidden]``, or a tuple that begins with one."""
-    output = hidden[0] if hidden else None
-    if isinstance(output, tuple):
-        staged.layer_outputs, output = len(output), output[0]
-    if len(hidden) != 1 or not isinstance(output, torch.Tensor) or output.shape[:2] != shape:
-        found = f"{len(hidden)} calls of the first layer, returning {type(output).__name__}"
-        raise PipelineError(
-            [_unfit(staged, f"layers that return hidden states [{shape[0]}, {shape[1]}, ..] once", found)]
-        )
-    staged.relay.hidden_size, staged.relay.dtype = output.shape[-1], output.dtype
-
-
 def _called(
     staged: StagedModel, chunk: Any, received: torch.Tensor | None, batch: dict[str, torch.Tensor]
 ) -> tuple[Any, torch.Tensor | None]:
     try:
         output, sent = staged.run(chunk, received, lambda: staged.model(**batch))
     except Exception as error:  # the model's own code runs: it may raise anything
-        first = next(iter(str(error).splitlines()), "")
-        found = f"{type(error).__name__}: {first}"
-        raise PipelineError(
-            [_unfit(staged, f"a model whose layers {chunk.layers} can be called alone", found)]
-        ) from error
+        expected = f"a model whose layers {chunk.layers} can be called alone"
+        found = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise _unfit(staged, expected, found) from error
     if sent is None and not chunk.is_last:
-        raise PipelineError(
-            [_unfit(staged, "a call of every layer", f"layer {chunk.layers.stop} is skipped")]
-        )
+        skipped = f"layer {chunk.layers.stop} is skipped"
+        raise _unfit(staged, "a call of every layer", skipped)
     return output, sent
 
 
@@ -633,11 +587,7 @@ def _tensors(output: Any) -> dict[str, torch.Tensor]:
     return {str(name): value for name, value in values if isinstance(value, torch.Tensor)}
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
-
-
-def _differs(staged: StagedModel, names: list[str]) -> Problem:
+def _differs(staged: StagedModel, names: list[str]) -> PipelineError:
     layers = [f"{chunk.layers.start} to {chunk.layers.stop - 1}" for chunk in staged.chunks]
     hint = (
         "Its layers hand on more than a hidden state to later ones (balancing losses of experts: "
@@ -648,7 +598,8 @@ def _differs(staged: StagedModel, names: list[str]) -> Problem:
     return _unfit(staged, expected, found, hint)
 
 
-def _unfit(staged: StagedModel, expected: str, found: str, hint: str = "") -> Problem:
+def _unfit(staged: StagedModel, expected: str, found: str, hint: str = "") -> PipelineError:
     kind: type[nn.Module] = type(staged.model)
     where = f"model ({staged.structure.family or kind.__name__}) in a pipeline"
-    return Problem(where, expected, found, hint or "Train it without parallel_config.schedule.")
+    hint = hint or "Train it without parallel_config.schedule."
+    return PipelineError([Problem(where, expected, found, hint)])

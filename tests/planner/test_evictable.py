@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -291,3 +292,25 @@ def test_threads_may_read_and_evict_at_once(idle: EvictableTensors) -> None:
         thread.join(60)
     assert failures == []
     assert not idle._known
+
+
+def test_taking_host_memory_and_copying_out_count_as_no_time_of_an_op(
+    idle: EvictableTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locking takes seconds: counted, an op would seem to take these, and much to hide beside it."""
+    happened: list[str] = []
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        happened.append("pause")
+        yield
+        happened.append("go on")
+
+    idle.around_copies, idle.pool = paused, HostPool(PageableSlabs())
+    take = idle.pool.take
+    monkeypatch.setattr(idle.pool, "take", lambda size: happened.append("take") or take(size))
+    ticket = idle.keep(fresh(16, 8))
+    assert idle.evict(1) == 512
+    assert happened == ["pause", "take", "go on"]
+    assert torch.equal(ticket.restore(), fresh(16, 8))  # type: ignore[union-attr]
+    assert happened[3:] == ["pause", "go on"]

@@ -23,9 +23,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...engine.link import DuplexLink, Lane, Link
 from ...engine.schedule import PrefetchOrder, PrefetchRequest
@@ -87,24 +87,15 @@ class StepProgram:
     hooks: Sequence[Sequence[int]]
 
 
-@dataclass
-class Moments:
-    """Lists with an entry for each moment of backward, those of regions that run again included."""
+class Moment(NamedTuple):
+    """A moment of backward, or one of a region that runs again within it."""
 
-    op_events: list[int] = field(default_factory=list)
-    start_ms: list[float] = field(default_factory=list)
-    base_bytes: list[int] = field(default_factory=list)
-    swapped_bytes: list[int] = field(default_factory=list)
-    rebuilt_bytes: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-
-    def add(self, op_event: int, ms: float, base: int, swapped: int, rebuilt: int, place: int) -> None:
-        self.op_events.append(op_event)
-        self.start_ms.append(ms)
-        self.base_bytes.append(base)
-        self.swapped_bytes.append(swapped)
-        self.rebuilt_bytes.append(rebuilt)
-        self.places.append(place)
+    op_event: int
+    start_ms: float
+    base_bytes: int
+    swapped_bytes: int
+    rebuilt_bytes: int
+    place: int
 
 
 class ForwardWalk:
@@ -191,7 +182,7 @@ class BackwardWalk:
         self._program, self._link, self._numbers = program, link, numbers
         self._each_step = each_step
         self.now_ms, self.stall_ms, self.recompute_ms = start_ms, 0.0, 0.0
-        self.moments = Moments()
+        self.moments: list[Moment] = []
         self.read_ms: dict[CopyId, float] = {}
         self.hook_ms: list[tuple[int, float]] = []
         self._swapped_bytes = self._rebuilt_bytes = 0
@@ -237,9 +228,13 @@ class BackwardWalk:
                     self._build(region, place, boundary)
                     self._reading.append(item)
             last = running.backward_base_bytes
-            self.moments.add(op_event, self.now_ms, last, self._swapped_bytes, self._rebuilt_bytes, place)
+            self._add_moment(op_event, last, self._rebuilt_bytes, place)
             self._let_go()
             self.now_ms += running.backward_ms
+
+    def _add_moment(self, op_event: int, base_bytes: int, rebuilt_bytes: int, place: int) -> None:
+        moment = Moment(op_event, self.now_ms, base_bytes, self._swapped_bytes, rebuilt_bytes, place)
+        self.moments.append(moment)
 
     def _fetch(self, name: CopyId) -> None:
         if name in self._fetched:
@@ -296,8 +291,8 @@ class BackwardWalk:
             steps = (RunStep(region.peak_event, region.ms, region.built_bytes, passing_bytes),)
         for step in steps:
             self._rebuilt_bytes += step.built_bytes
-            rebuilt = self._rebuilt_bytes + step.passing_bytes
-            self.moments.add(step.op_event, self.now_ms, boundary_bytes, self._swapped_bytes, rebuilt, place)
+            rebuilt_bytes = self._rebuilt_bytes + step.passing_bytes
+            self._add_moment(step.op_event, boundary_bytes, rebuilt_bytes, place)
             self.now_ms += step.ms
         self.recompute_ms += region.ms
         self._let_go()
@@ -691,36 +686,34 @@ class MemoryCounter:
                 self._dropped[birth] += size_bytes
                 self._dropped[end + 1] -= size_bytes
         self._add_moved(assembled)
-        self._base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
+        base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
         first = order.op_events[order.places.order[0]].backward_base_bytes if order.places.order else None
         last = order.op_events[-1].forward_base_bytes if order.op_events else 0
-        self._base.append(max((last if first is None else min(last, first)) - moved_state_bytes, 0))
-        self._kept, self._swapped, self._dropped = (
-            list(accumulate(part))[: forward_end + 1] for part in (self._kept, self._swapped, self._dropped)
-        )
-        self._back_base = [max(size - moved_state_bytes, 0) for size in back.moments.base_bytes]
+        base.append(max((last if first is None else min(last, first)) - moved_state_bytes, 0))
+        parts = (accumulate(part) for part in (self._kept, self._swapped, self._dropped))
+        self._sizes_ahead = list(zip(base, *parts, strict=False))
         left = self.kept_bytes
-        self._kept_in = [left := left - end for end in self._ends]
-        self._back_kept = [self._kept_in[place] for place in back.moments.places]
+        kept = [left := left - end for end in self._ends]
+        self._sizes_behind = [
+            (max(size - moved_state_bytes, 0), kept[place], swapped, rebuilt)
+            for _, _, size, swapped, rebuilt, place in back.moments
+        ]
         self.peak_bytes, self.peak_at, place = self._peak()
         gradients, reached = order.profile.gradient_bytes, order.places.order
         self.peak_gradient_bytes = gradients[reached[place]] if gradients and reached else 0
 
     def points(self) -> tuple[MemoryPoint, ...]:
         """Return memory over time: a point at each change."""
-        rows = zip(
-            [*self._forward_ms(), *self._back.moments.start_ms],
-            [*self._base, *self._back_base],
-            [*self._kept, *self._back_kept],
-            [*self._swapped, *self._back.moments.swapped_bytes],
-            [*self._dropped, *self._back.moments.rebuilt_bytes],
-            strict=True,
-        )
+        waited = [0.0] * (len(self._order.op_events) + 1)
+        for moment, ms in self._ahead.waits:
+            waited[moment] += ms
+        starts_ms = [start + ms for start, ms in zip(self._order.start_ms, accumulate(waited), strict=True)]
+        starts_ms += [moment.start_ms for moment in self._back.moments]
         found: list[MemoryPoint] = []
-        last: tuple[int, ...] = ()
-        for ms, *sizes in rows:
-            if tuple(sizes) != last:
-                last = tuple(sizes)
+        last = None
+        for ms, sizes in zip(starts_ms, [*self._sizes_ahead, *self._sizes_behind], strict=True):
+            if sizes != last:
+                last = sizes
                 found.append(MemoryPoint(ms, *sizes))
         return tuple(found)
 
@@ -744,24 +737,12 @@ class MemoryCounter:
 
     def _peak(self) -> tuple[int, OpCall, int]:
         """Return the peak, the call that ran then, and its place in backward (0 for a peak in forward)."""
-        op_events, back = self._order.op_events, self._back.moments
-        ahead = list(map(sum, zip(self._base, self._kept, self._swapped, self._dropped, strict=True)))
-        behind = list(
-            map(
-                sum,
-                zip(self._back_base, self._back_kept, back.swapped_bytes, back.rebuilt_bytes, strict=True),
-            )
-        )
+        op_events = self._order.op_events
+        ahead, behind = list(map(sum, self._sizes_ahead)), list(map(sum, self._sizes_behind))
         if behind and max(behind) > max(ahead, default=0):
             peak = max(behind)
-            moment = behind.index(peak)
-            return peak, op_events[back.op_events[moment]].call, back.places[moment]
+            moment = self._back.moments[behind.index(peak)]
+            return peak, op_events[moment.op_event].call, moment.place
         peak = max(ahead, default=0)
         at = min(ahead.index(peak), len(op_events) - 1) if op_events else -1
         return peak, op_events[at].call if op_events else (None, "", None), 0
-
-    def _forward_ms(self) -> list[float]:
-        waited = [0.0] * (len(self._order.op_events) + 1)
-        for moment, ms in self._ahead.waits:
-            waited[moment] += ms
-        return [start + delay for start, delay in zip(self._order.start_ms, accumulate(waited), strict=True)]

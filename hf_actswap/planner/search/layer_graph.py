@@ -18,7 +18,7 @@ from itertools import accumulate
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
-from ...plan.saved_bytes import OpCall, RecomputedModules, SavedStorage, Use
+from ...plan.saved_bytes import OpCall, RecomputedModules, Use
 from ..profile import Limits, OpEvent, Places, Profile, event_of
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
@@ -191,23 +191,18 @@ class _UsesBySegment:
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         self.shared: set[int] = set()
         for number, storage in enumerate(profile.saved.storages):
-            self._sort(number, storage, profile.num_layers)
-
-    def _sort(self, number: int, storage: SavedStorage, num_layers: int) -> None:
-        readers: set[int] = set()
-        for use in storage.uses:
-            op_event = self.op_event(use)
-            segment = self.segment_of_events[op_event]
-            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
-            if use.kind == "saved" and not is_handed_on(use.producer):
-                home = use.producer[0]
-                readers.add(segment)
-                readers.add(home if isinstance(home, int) else segment)
-        if len(readers) > 1:
-            self.shared.add(number)
+            readers: set[int] = set()
+            for use in storage.uses:
+                op_event = self.op_event(use)
+                segment = whose[op_event]
+                self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
+                if use.kind == "saved" and not is_handed_on(use.producer):
+                    home = use.producer[0]
+                    readers |= {segment, home if isinstance(home, int) else segment}
+            if len(readers) > 1:
+                self.shared.add(number)
 
     def op_event(self, use: Use) -> int:
-        """Return the number of the op event of a use."""
         return event_of(self._last_orders, use.order)
 
 
@@ -217,8 +212,6 @@ def is_handed_on(producer: OpCall) -> bool:
 
 
 class _Builder:
-    """Builds the graph of one segment."""
-
     def __init__(
         self,
         profile: Profile,

@@ -108,8 +108,7 @@ class StageRun:
     """What a stage does in a step.
 
     Args:
-        busy_ms: time of its passes, waits for copies included.
-        stall_ms: time for which compute waits for copies.
+        busy_ms: time of its passes, of which ``stall_ms`` are waits for copies.
         ends_ms: when each of its passes ends.
         peak_bytes: the most device memory in use during passes.
         swapped_bytes: the most bytes of swapped storages that are on the device.

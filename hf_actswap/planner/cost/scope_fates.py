@@ -185,7 +185,6 @@ class CopyOut:
 
     Args:
         number: its number among the copies of the storage.
-        call: the call that produced the storage.
         order, op_event, op: order, op event and operator of the use at which it starts.
         at_end: whether the op event has run by then.
     """
@@ -202,8 +201,7 @@ class CopyOut:
 class TicketRules:
     """Says which tickets and copies one plan gives the storages of one profile.
 
-    Args:
-        held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
+    ``held``: number of a storage -> the use at which a recomputed module holds it (`held_results`).
     """
 
     def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
@@ -286,7 +284,6 @@ class RecomputedRegion:
     Args:
         first_event: op event in which it begins in forward.
         last_op: the last operator of forward in it; backward reaches this one first, and may need its inputs.
-        steps: the op events that run again.
         inputs: what it reads before it runs, in order: host copies, and storages that other regions build.
         built: the storages that it builds, by number.
         first_place: place of backward by which it must have run.
@@ -311,12 +308,7 @@ class RecomputedRegion:
 
 @dataclass(eq=False, slots=True)
 class StorageFate:
-    """The fate of one storage.
-
-    Args:
-        storage: its number in the profile.
-        kept_place: place of backward until which its own tickets keep it; -1: none of them does.
-    """
+    """The fate of one storage; ``kept_place``: until where its own tickets keep it, -1 if none does."""
 
     storage: int
     tickets: tuple[HeldTicket, ...]

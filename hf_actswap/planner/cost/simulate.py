@@ -332,9 +332,7 @@ class Assembled:
 def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, link: Link | None) -> Assembled:
     """Put the fates of all scopes under a plan together.
 
-    Args:
-        plan: has the windows, and the cap on host memory.
-        link: rates by which windows are chosen if the plan leaves them to measurement; ``None``: all are 1.
+    By the rates of ``link`` windows are chosen that the plan leaves to measurement; ``None``: all are 1.
     """
     moved = [item for fate in fates for item in fate.moved]
     assembler = _Assembler(order, fates, plan)
@@ -507,11 +505,7 @@ def fates_of(profile: Profile, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
 
 
 class Simulator:
-    """Predicts steps of one profile under many plans, and computes once what does not depend on the plan.
-
-    Args:
-        profile: profile of the step without a policy.
-    """
+    """Predicts steps of one profile under many plans, and computes once what does not depend on the plan."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -655,12 +649,7 @@ def _copy_times(ahead: ForwardWalk, back: BackwardWalk) -> tuple[CopyTimes, ...]
 class MemoryCounter:
     """Computes how much memory is in use on the device at each moment, once both walks are done.
 
-    Args:
-        moved_state_bytes: bytes of optimizer states that are on the host.
-
-    Attributes:
-        peak_bytes, peak_at, peak_gradient_bytes: of forward and backward, as in `Prediction`.
-        kept_bytes: bytes of all storages that stay until backward reads them.
+    ``moved_state_bytes`` of optimizer states are on the host. The attributes are as in `Prediction`.
     """
 
     def __init__(

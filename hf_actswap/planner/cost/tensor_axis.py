@@ -43,8 +43,6 @@ class Exchange:
     """One collective over the tensor axis.
 
     Args:
-        phase: the part of the step in which it runs.
-        kind: which collective it is.
         whole_bytes: bytes of its larger side.
         beside_ms: time of the compute that runs meanwhile.
     """

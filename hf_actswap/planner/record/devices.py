@@ -48,7 +48,7 @@ class DeviceRates:
     """The rates of one kind of device.
 
     Args:
-        name: name of the device as the user writes it.
+        name: as the user writes it.
         memory_bytes: memory that a process can use.
         half_flop_per_ms: arithmetic of matrix products in bf16 and fp16.
         full_flop_per_ms: arithmetic of matrix products in fp32 and wider types.
@@ -220,10 +220,7 @@ def op_ms(
 
     It is no less than the time of a launch, and 0 for an op without a kernel.
 
-    Args:
-        rates: rates of the device.
-        func, args, kwargs: as a dispatch mode gets them; of tensors only shapes, strides and types count.
-        result: what the op returned.
+    The op and its arguments are as a dispatch mode gets them; only shapes, strides and types count.
     """
     name = _op_name(func)
     if name in _NO_KERNEL:

@@ -534,14 +534,12 @@ class StepRecorder:
         """Return what was recorded, as a profile. Waits for the device.
 
         Args:
-            device: name of the device.
             device_bytes: memory that a process can use on it; ``None``: what the meter reports.
             link: measured rates of the link; ``None``: copies do not overlap compute.
             optimizer_state_bytes: bytes of this rank's optimizer states on the device.
             outside_ms: time outside forward and backward; ``None``: from the end of backward to `stop`.
             outside_base_bytes: the most device memory in use in that time; ``None``: as measured in it.
             weight_bytes: bytes of this rank's weights on the device; 0: not known.
-            source: ``measured``, or ``shapes`` on fake tensors.
 
         Raises:
             RuntimeError: `stop` has not been called, or there was no forward with gradients.
@@ -660,9 +658,7 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
 class OpWatch(TorchDispatchMode):
     """A dispatch mode that reports each aten op that computes, in forward and in backward.
 
-    Args:
-        log: is told of each op, and of the node that runs it; ``clock`` is told of each op too.
-        weights: the model's frozen weights on the host, whose copies are no ops of the step.
+    The log is told of the node that runs it too. Copies of the model's frozen weights are no ops of the step.
     """
 
     def __init__(self, log: OpEventLog, clock: Clock, weights: FrozenWeights | None = None) -> None:

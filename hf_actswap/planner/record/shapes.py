@@ -185,10 +185,8 @@ class Baseline:
     Args:
         layer_bytes: bytes of the largest layer's weights, in the type in which they are kept.
         other_bytes: bytes of all weights outside the layers.
-        weight_bytes: bytes of all weights.
         gradient_scale: bytes in which a complete gradient is kept, divided by those that backward makes.
         stage: stage of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
-        ranks: number of ranks over which they are sharded.
         passing: temporary bytes that the ops of a module need in addition, such as dequantised weights:
             (scope, path in the layer) -> bytes.
         passing_ms: the time that making them takes in each forward and in each backward of the module.
@@ -262,9 +260,8 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
     takes longer than the layer before it computes; recomputation, which the profile does not know, would
     hide more.
 
-    Args:
-        profile: a profile computed from shapes, with all weights on the device and the rates of the link.
-        sizes_bytes: bytes of each such layer, in the order of forward.
+    ``profile`` is computed from shapes, with all weights on the device. ``sizes_bytes`` are the bytes of each
+    such layer, in the order of forward.
     """
     less = sum(sizes_bytes.values()) - window_bytes(list(sizes_bytes.values()))
     forward_ms: dict[Scope | None, float] = {}
@@ -305,9 +302,8 @@ def with_link_beside_weights(profile: Profile, sizes_bytes: Mapping[Scope, int])
     Weights come in during forward, beside what is swapped out, and during backward, where they take their
     share of the time in which swapped tensors come back.
 
-    Args:
-        profile: has times that include waits for weights, and a link with its whole rates.
-        sizes_bytes: bytes of each layer's frozen weights on the host; empty: nothing is changed.
+    The times of ``profile`` include waits for weights, and its link has its whole rates. ``sizes_bytes`` are
+    those of each layer's frozen weights on the host; empty: nothing is changed.
     """
     link = profile.link
     if link is None or not sizes_bytes:

@@ -48,11 +48,9 @@ one H200, 7B shape: 1.7 times the products at 8,192 tokens, 2.4 at 32,768."""
 
 @dataclass(frozen=True)
 class Shown:
-    """What the steps of a trial have measured.
+    """What the steps of a trial have measured. ``None``: each of them compiled or prepared something.
 
-    Args:
-        step_ms: time of a step in which nothing was compiled or prepared; ``None``: there was none.
-        peak_bytes: the most device memory in use, plus what had to be evicted.
+    Part of the peak is what had to be evicted.
     """
 
     step_ms: float | None
@@ -150,9 +148,7 @@ def _clipped(factor: float) -> float:
 def variants_of(structure: ModelStructure, root: nn.Module, tokens: int) -> tuple[FrontierPoint, ...]:
     """Return guessed points for layers that are compiled one by one; none if the layers differ.
 
-    Args:
-        root: the model inside its wrappers.
-        tokens: length of a sequence.
+    ``root`` is the model inside its wrappers, ``tokens`` the length of a sequence.
     """
     layers = [layer for layer in structure.layers if layer.compiled]
     if not layers or structure.compiled or not structure.functions_known:

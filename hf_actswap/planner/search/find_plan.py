@@ -60,12 +60,7 @@ def plan_of(
 ) -> MemoryPlan:
     """Return ``fixed`` with the rows that follow from the segments' options, in the order of forward.
 
-    Args:
-        segments: the segments in the order of forward, after `layer_options.as_chosen`.
-        options: the option of each segment.
-        fixed: the fates written by hand.
-        windows: windows of swapped tensors, by the call that makes them.
-        min_tensor_bytes: smaller tensors are not swapped under the plan.
+    ``windows`` are those of swapped tensors, by the call that makes them.
     """
 
     def place(row: PlanRow) -> int:
@@ -147,9 +142,7 @@ _MOST_SHARES = 96
 class Found:
     """A plan that was found, with its prediction.
 
-    Args:
-        bound_ms: a lower bound of the step's time under any plan, as the integer program counts it.
-        seconds: duration of the search.
+    ``bound_ms`` is a lower bound of the step's time under any plan, as the integer program counts it.
     """
 
     plan: MemoryPlan
@@ -223,14 +216,7 @@ def candidates(
     They are found under different assumptions: slower links, a smaller budget, no swap at all. If the machine
     is not as the profile says, another plan than the first may be best on it.
 
-    Args:
-        profile, fixed, limits: as in `find_plan`.
-        count: the most plans.
-        first: what `find_plan` returns for these, where it is known already.
-
-    Raises:
-        BudgetError: nothing fits.
-        PlanError: scipy is missing.
+    Arguments and errors are those of `find_plan`; ``first`` is what it returns, where that is known already.
     """
     found = [first or find_plan(profile, fixed, limits)]
     for other, safety in _variations(limits):
@@ -409,12 +395,7 @@ _SLOWER = 0.75
 
 @dataclass
 class _Searched:
-    """One stage while it is searched.
-
-    Args:
-        limits: limits of its search; the budget changes from round to round.
-        rate_share: share of the link's rate that the search assumes.
-    """
+    """One stage while it is searched; its limits and the assumed share of its link change between rounds."""
 
     stage: SimulatedStage
     fixed: MemoryPlan
@@ -424,9 +405,7 @@ class _Searched:
     def search(self, cycle_ms: float, crosses: bool) -> MemoryPlan:
         """Return the fastest plan that fits, or else the one with the least peak.
 
-        Args:
-            cycle_ms: time of a forward and a backward of the slowest stage.
-            crosses: whether windows reach into other passes.
+        ``cycle_ms`` is the time of a forward and a backward of the slowest stage.
         """
         stage, profile = self.stage, self.stage.profile
         between = crosses and stage.in_flight > 1
@@ -449,7 +428,6 @@ class _Searched:
         """Correct budget and assumed rate by a simulated step; return whether to search the stage again.
 
         Args:
-            plan, run: the stage's plan in that step, and what it did.
             excess_bytes: by how much its peak exceeded the budget; negative: it was below.
             cycles_ms: time of all micro-batches on the slowest stage, without waits for copies.
         """
@@ -466,13 +444,11 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
     """Return the fastest step that was found within the limits.
 
     Args:
-        pipeline: the stages.
         fixed: fates that the user wrote, by stage.
         limits: limits of each device.
 
     Raises:
         BudgetError: for some stage no plan was found that fits; the error names the least peak of each.
-        PlanError: scipy is missing.
     """
     budget, moved = limits.device_bytes, limits.frees_optimizer_states
     found = [pipeline.step(fixed, moved)]

@@ -55,13 +55,9 @@ _POINTS_GAP, _POINTS_NODES = 0.005, 1
 
 @dataclass(frozen=True)
 class Solution:
-    """One option for each segment.
+    """One option for each segment, with cost (recomputation and stalls) and peak as the program counts them.
 
-    Args:
-        cost_ms: time of recomputation and stalls, as the program counts them.
-        bound_ms: a lower bound: no solution costs less.
-        device_bytes: peak of device memory, as the program counts it.
-        columns: number of integer variables.
+    No solution costs less than ``bound_ms``; ``columns`` is the number of integer variables.
     """
 
     options: tuple[Option, ...]
@@ -80,15 +76,7 @@ def solve(
 ) -> Solution | None:
     """Return the cheapest choice of one option for each segment, or ``None`` if none is within the limits.
 
-    Args:
-        segments: the segments in the order of forward.
-        options: the options of each segment.
-        link_rate: rates of copies.
-        limits: the limits, but for device memory.
-        device_bytes: the most device memory at any time; ``None``: use as little as possible, at any cost.
-
-    Raises:
-        PlanError: scipy is missing.
+    In place of ``limits.device_bytes`` stands ``device_bytes``; ``None``: as little as possible, at any cost.
     """
     need_scipy()
     program = _Program(segments, options, link_rate, limits, device_bytes)

@@ -63,8 +63,7 @@ class Option:
     """One combination of fates for a layer, with its costs.
 
     Args:
-        fates: one fate for each call of its graph; if it is recomputed whole, only calls before it count.
-        whole: whether the layer is recomputed whole.
+        fates: one fate for each call of its graph; if it is recomputed ``whole``, only calls before it count.
         kept_bytes: bytes on the device from its forward to its backward.
         swapped_input_bytes: those of ``swapped_bytes`` that the layer was handed as input.
         out_ms, in_ms: time of the link for copies out and back.
@@ -97,12 +96,7 @@ class Option:
 
 
 def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole: bool = False) -> Option:
-    """Return one combination of fates with its costs.
-
-    Args:
-        fates: one fate for each call of the graph.
-        whole: whether the layer is recomputed whole; then only the fates of calls before it count.
-    """
+    """Return one combination of fates with its costs; if ``whole``, only fates of calls before it count."""
     costs = LayerCosts(graph, fates, whole)
     costs.backward()
     kept_bytes = swapped_bytes = input_bytes = 0
@@ -423,9 +417,7 @@ def options_of(
 ) -> list[Option]:
     """Return the options of a layer that can be part of a best plan, in a fixed order.
 
-    Args:
-        shares: in how many parts the held bytes are divided for swap, at most `_MOST_SHARES`.
-        points: other ways to compile a compiled layer.
+    For swap, held bytes are divided into ``shares`` parts, but at most `_MOST_SHARES`.
     """
     combinations = prod(len(call.fates) for call in graph.calls)
     if combinations <= _ENUMERATED:

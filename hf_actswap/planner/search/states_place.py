@@ -32,8 +32,7 @@ class WholeStep:
     """A step of the optimizer: all its micro-batches under one plan.
 
     Args:
-        micro_batch: the predicted step of one micro-batch, with its memory over time.
-        ms: the time of all of them and of the optimizer.
+        micro_batch: the predicted step of one of them, with its memory over time.
         resident_bytes: how many bytes of the optimizer's states leave in the first forward, and come back in
             the last backward; ``None``: as `OptimizerStates` does by default, or all stay.
     """

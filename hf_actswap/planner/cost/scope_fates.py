@@ -272,7 +272,6 @@ class RunStep:
 class RebuiltStorage:
     """A storage that a region makes again; ``tickets``: how often it is read before it is dropped."""
 
-    storage: int
     size_bytes: int
     tickets: int = 0
 
@@ -311,7 +310,6 @@ class StorageFate:
     """The fate of one storage; ``kept_place``: until where its own tickets keep it, -1 if none does."""
 
     storage: int
-    tickets: tuple[HeldTicket, ...]
     copies: tuple[CopyOut, ...]
     kept_place: int
 
@@ -370,7 +368,7 @@ def _sort_in(
     lifetime = order.lifetimes[number]
     direct = [ticket for ticket in tickets if ticket.holder is None]
     kept = max((order.places.of_reader(item.op_event) for item in direct if item.kind == "keep"), default=-1)
-    found = StorageFate(number, tuple(tickets), tuple(copies), kept)
+    found = StorageFate(number, tuple(copies), kept)
     fate.storages.append(found)
     for ticket in direct:
         if ticket.kind == "swap":
@@ -432,8 +430,7 @@ def _read_by(
     """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
     if ticket.holder is not None and ticket.holder not in found:
         return
-    size_bytes = order.lifetimes[number].size_bytes
-    item = region.built.setdefault(number, RebuiltStorage(number, size_bytes))
+    item = region.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
     item.tickets += 1
     if ticket.holder is None:
         place = order.places.of_reader(ticket.op_event)
@@ -463,7 +460,7 @@ def _hold(
             fate.swap_holds.append((copy, region.last_place))
         elif ticket.source is not None and ticket.source in found:
             source = found[ticket.source]
-            item = source.built.setdefault(number, RebuiltStorage(number, order.lifetimes[number].size_bytes))
+            item = source.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
             region.inputs.append((source, item))
 
 

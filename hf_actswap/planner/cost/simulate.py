@@ -337,10 +337,7 @@ def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, lin
     moved = [item for fate in fates for item in fate.moved]
     assembler = _Assembler(order, fates, plan)
     windows = {name: windows_in(plan, copy.call) for name, copy in assembler.copies.items()}
-    if any(item is None for item in windows.values()):
-        windows = assembler.chosen(windows, link)
-    else:
-        windows = assembler.within_host(windows)
+    windows = assembler.chosen(windows, link) if None in windows.values() else assembler.within_host(windows)
     kept_until: dict[int, int] = {}
     holds = [hold for fate in fates for hold in fate.holds]
     holds += [(name[0], place) for fate in fates for place, name in fate.swap_reads if name not in windows]

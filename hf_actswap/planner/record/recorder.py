@@ -213,7 +213,7 @@ class OpEventLog:
         """Note that execution has got to another call: a new row begins if anything has run."""
         if self._since is None or self.turned:
             return
-        if self._is_busy():
+        if self._busy if self._sees_ops else next_node_number() != self._first_node:
             self._close(next_node_number())
         self._call = call
 
@@ -323,9 +323,6 @@ class OpEventLog:
             behind = last if self._nodes.get(row.call) else min(max(node - row.first_node, 0), last)
             found.append((order, row.first_op + behind - self._rows[0].first_op))
         return tuple(dict.fromkeys(found))
-
-    def _is_busy(self) -> bool:
-        return self._busy if self._sees_ops else next_node_number() != self._first_node
 
     def _look(self) -> int:
         """Return the most device memory in use since the last call."""

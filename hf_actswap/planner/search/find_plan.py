@@ -339,21 +339,18 @@ class Search:
 
     @cached_property
     def _options(self) -> list[list[Option]]:
+        written = {row.scope for row in self._fixed.rows if row.op_path != OUTPUT}
+        free = self._profile.compiled_layers - written
         found: list[list[Option]] = []
         known: dict[tuple[int, bool], list[Option]] = {}
         shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
         for segment in self.segments:
-            points = self._points if self._is_free(segment.layer) else ()
+            points = self._points if segment.layer in free else ()
             key = id(segment.graph), bool(points)
             if key not in known:
                 known[key] = options_of(segment.graph, self._link_rate, shares, points)
             found.append(known[key])
         return found
-
-    def _is_free(self, layer: int) -> bool:
-        """Return whether this is a compiled layer for which nothing is written by hand."""
-        rows = (row for row in self._fixed.rows if row.scope == layer and row.op_path != OUTPUT)
-        return layer in self._profile.compiled_layers and not any(rows)
 
     def _plans_of(self, solution: Solution) -> list[_Tried]:
         """Return the plan of a solution, then the same plan with shorter windows."""

@@ -108,7 +108,9 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole
         if costs.moves(number, maker):
             swapped_bytes += storage.size_bytes
             input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
-            outs.append((ready_ms[costs.ready_after(number, maker)], storage.size_bytes))
+            place, saved = costs.readers(number)[0]
+            ready = place + (saved and place == graph.calls[maker].place)  # a result: when its call has run
+            outs.append((ready_ms[ready], storage.size_bytes))
             ins.append((first_read_ms, storage.size_bytes))
         else:
             kept_bytes += storage.size_bytes
@@ -193,11 +195,6 @@ class LayerCosts:
             if fate == RECOMPUTE and call.place >= 0 and any(other == number for other, _ in reads):
                 found.append((call.place, False))
         return sorted(found) or [(storage.born, True)]
-
-    def ready_after(self, number: int, maker: int) -> int:
-        """Return how many op events have run when the copy out can start; a result: its own call too."""
-        place, saved = self.readers(number)[0]
-        return place + (saved and place == self._graph.calls[maker].place)
 
     def forward_peak(self) -> int:
         """Return the most bytes alive in forward, base bytes included."""

@@ -282,16 +282,12 @@ class OpEventLog:
         places = Places(self._rows)
         forward, backward = saved_on_device(lifetimes(saved, self._rows, places), places)
         below: dict[int, tuple[int, int]] = {}  # a visit in which nothing ran has the one before's
-        peaks = sorted(
-            (visit.place, number, visit.peak_bytes, visit.gradient_bytes)
-            for number, row in enumerate(self._rows)
-            for visit in row.visits
-        )
+        visits = [(visit, number) for number, row in enumerate(self._rows) for visit in row.visits]
         base_bytes = 0
-        for _, number, peak_bytes, gradient_bytes in peaks:
-            if peak_bytes is not None:
-                base_bytes = max(0, peak_bytes - backward[number])
-            below[number] = max(below.get(number, (0, 0)), (base_bytes, gradient_bytes))
+        for visit, number in sorted(visits, key=lambda item: item[0].place):
+            if visit.peak_bytes is not None:
+                base_bytes = max(0, visit.peak_bytes - backward[number])
+            below[number] = max(below.get(number, (0, 0)), (base_bytes, visit.gradient_bytes))
         self.gradients_below = (
             *(below.get(number, (0, 0))[1] for number in range(len(self._rows))),
             self._gradient_bytes(),

@@ -55,7 +55,7 @@ _POINTS_GAP, _POINTS_NODES = 0.005, 1
 
 @dataclass(frozen=True)
 class Solution:
-    """One option for each segment, with cost (recomputation and stalls) and peak as the program counts them.
+    """One option for each segment, with its cost: recomputation and stalls, as the program counts them.
 
     No solution costs less than ``bound_ms``; ``columns`` is the number of integer variables.
     """
@@ -63,7 +63,6 @@ class Solution:
     options: tuple[Option, ...]
     cost_ms: float
     bound_ms: float
-    device_bytes: float
     columns: int
 
 
@@ -98,8 +97,7 @@ def solve(
         chosen = program.solved(bound)
     if chosen is None:
         return None
-    picked, cost, device_mib = chosen
-    return Solution(picked, cost, bound, device_mib * MIB, program.columns)
+    return Solution(*chosen, bound, program.columns)
 
 
 def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
@@ -183,8 +181,8 @@ class _Program:
             fewer.append([variants[at] for at in sorted(order)])
         return _Program(self._segments, fewer, self._link_rate, self._limits, self._device_bytes, some=True)
 
-    def solved(self, bound: float) -> tuple[tuple[Option, ...], float, float] | None:
-        """Return the chosen options, their cost in ms, and memory in MiB; ``None``: there is no solution.
+    def solved(self, bound: float) -> tuple[tuple[Option, ...], float] | None:
+        """Return the chosen options, and their cost in ms; ``None``: there is no solution.
 
         ``bound`` is a lower bound of the cost in ms.
         """
@@ -209,7 +207,7 @@ class _Program:
         for place, variants in enumerate(self._options):
             shares = found.x[self._starts[place] : self._starts[place + 1]]
             picked.append(variants[int(np.argmax(shares))])
-        return tuple(picked), float(self._times() @ found.x), float(found.x[self._device])
+        return tuple(picked), float(self._times() @ found.x)
 
     def _flow(self, place: int, segment: Segment) -> None:
         """Add rows for the choice of one option, and for the recursions of K, B and N."""
@@ -240,17 +238,17 @@ class _Program:
             self._row({**row, **peaks}, -np.inf, 0.0)
 
     def _shared_caps(self) -> None:
-        limits, count = self._limits, len(self._segments)
+        limits = self._limits
+        swapped: dict[int, float] = {}
+        for place in range(len(self._segments)):
+            swapped.update(self._each(place, lambda option: option.swapped_bytes / MIB))
         if limits.host_bytes is not None:
-            row: dict[int, float] = {}
-            for place in range(count):
-                row.update(self._each(place, lambda option: option.swapped_bytes / MIB))
-            self._row(row, -np.inf, limits.host_bytes / MIB)
+            self._row(swapped, -np.inf, limits.host_bytes / MIB)
         for others in self._others:
-            row = {others: 1.0, self._kept + count: -limits.waiting}
-            for place in range(count):
-                row.update(self._each(place, lambda option: -limits.resident * option.swapped_bytes / MIB))
-            self._row(row, 0.0, 0.0)
+            moved = swapped.items() if limits.resident else ()
+            resident = {column: -limits.resident * size for column, size in moved}
+            kept_in_all = self._kept + len(self._segments)
+            self._row({others: 1.0, kept_in_all: -limits.waiting, **resident}, 0.0, 0.0)
         if limits.swap_bucket_bytes is None:
             return
         stages: dict[int, dict[int, float]] = {}

@@ -1,8 +1,7 @@
 """What the planner knows of one training step: plain data, times in ms, sizes in bytes of one rank.
 
-A profile is recorded in warm-up, or computed from shapes; both have one form (`Profile.source` says which it
-is). It describes the step *without a policy*: everything is kept. The time and memory of a step under a
-policy (a plan) are then predicted from it (`cost.simulate`).
+A profile is recorded in warm-up, or computed from shapes. It describes the step *without a policy*:
+everything is kept. Time and memory under a policy (a plan) are predicted from it (`cost.simulate`).
 
 Three numberings meet here:
 
@@ -11,21 +10,14 @@ Three numberings meet here:
 * **operators**: autograd nodes in order of creation, from 0 at the start of the forward; the unit of windows.
 * **backward place**: number of the op event in the order in which backward reaches them, from 0.
 
-Finds where in a step without a plan the storages of a profile are made, read and freed.
-
 A storage is made in the op event of its first use. Forward needs it until the op event of its last use; an
 argument of a module until the module's end, because its caller holds it. Backward frees it after the last
 place that reads it, or at the end of backward if that never visits the op event that saved it. What is not
-saved (a result that only the next op reads) is part of an op event's base bytes.
+saved (a result that only the next op reads) is part of an op event's base bytes: the recorder subtracts the
+bytes on the device by this rule from the measured peaks, and the simulator adds them again.
 
-The recorder subtracts the bytes that are on the device by this rule from the measured peaks, which gives the
-base bytes of op events. The simulator adds them again.
-
-Writes and reads profiles as JSON, so that a plan can be made on another machine.
-
-A profile of a large model has thousands of uses and op events, so the document is compact: calls of ops are
-in one table, and everything else names them by number; uses and op events are rows of values in a fixed
-order.
+As JSON, so that a plan can be made on another machine, a profile is compact: calls of ops are in one table
+and named by number, and uses and op events are rows of values in a fixed order.
 """
 
 from __future__ import annotations
@@ -62,7 +54,7 @@ class OpEvent:
         forward_ms, backward_ms: compute time.
         forward_base_bytes, backward_base_bytes: the most device memory in use while it runs, less the
             storages of `Profile.saved` that are alive then; weights, gradients and optimizer states included.
-        backward_place: its number in the order of backward; -1 where backward does not visit it.
+        backward_place: -1 where backward does not visit it.
         communicates: whether it runs a collective.
         random: whether it draws random numbers.
     """
@@ -98,8 +90,7 @@ class FrontierPoint:
         kept: op paths inside ``recomputed`` that it is asked to save.
         saved: bytes that the layer saves, divided by all bytes.
         again: time that is added to its backward, divided by the time of its forward.
-        passing: temporary bytes that are added while it runs, beyond what it saves and what it needs by
-            default, divided by all bytes.
+        passing: temporary bytes added while it runs, divided by all bytes.
         measured: whether a step has shown these values; else they are guessed.
     """
 
@@ -137,14 +128,14 @@ class Profile:
         signature: digest of ``saved``, which tells steps apart that save other tensors.
         batch_shape: shape of the input ids.
         source: ``measured`` in a step, or computed from ``shapes``.
-        frontier: other ways to compile the compiled layers, with what is guessed or measured of them. Limits
-            on their memory alone are known without being listed (`compiled_shares`).
+        frontier: other ways to compile the compiled layers; limits on their memory alone need not be listed
+            (`compiled_shares`).
         weight_bytes: part of every ``base_bytes``, buffers included; 0: not known.
         gradient_bytes: part of ``backward_base_bytes``, by op event: gradients of weights that are complete
             when it begins; and last, all of them when backward has ended. Empty: not known.
         hooks: the moments at which autograd saved any tensor, also one that ``saved`` leaves out (weights,
-            tables that layers share): (order of the last use so far, operator). The engine gets control at
-            these. Empty: not known; then it is assumed to get control where ``saved`` has a saved tensor.
+            tables that layers share), and so the engine gets control: (order of the last use so far,
+            operator). Empty: not known, and assumed to be where ``saved`` has a saved tensor.
     """
 
     saved: SavedBytes
@@ -219,9 +210,7 @@ class CopyTimes:
         storage: its number in `Profile.saved`.
         call: the call that produced it.
         size_bytes: the bytes that are copied.
-        out_start_ms, out_end_ms: start and end of the copy to the host.
         release_ms: when its device memory is free.
-        in_start_ms, in_end_ms: start and end of the copy back.
         read_ms: when backward first reads it.
     """
 
@@ -238,10 +227,9 @@ class CopyTimes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Device memory from ``ms`` on, until the next point.
+    """Device memory from ``ms`` (since the step began) on, until the next point.
 
     Args:
-        ms: since the step began.
         base_bytes: weights, gradients, optimizer states, what ops use while they run.
         kept_bytes: saved storages that are never released before backward reads them.
         swapped_bytes: swapped storages while they are on the device.
@@ -301,16 +289,13 @@ class PlacedEvent(Protocol):
     """The attributes of an `OpEvent` that are read here; rows of a step under recording have them too."""
 
     @property
-    def call(self) -> OpCall:
-        """Scope, op path and ordinal, as plan rows name them."""
+    def call(self) -> OpCall: ...
 
     @property
-    def last_order(self) -> int:
-        """The order of the last use that belongs to it."""
+    def last_order(self) -> int: ...
 
     @property
-    def backward_place(self) -> int:
-        """Its number in the order of backward; -1 where backward does not visit it."""
+    def backward_place(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +303,6 @@ class StorageLifetime:
     """When one storage of a profile is made, used and freed; op events are given by number.
 
     Args:
-        size_bytes: size of the storage.
         birth: op event of its first use.
         made_in: op event that makes it; -1: none of those that use it.
         forward_end: last op event of forward that needs it.
@@ -336,11 +320,7 @@ class StorageLifetime:
 
 
 class Places:
-    """The op events in the order of backward; the number of one in this order is its place.
-
-    Args:
-        op_events: the op events in the order of forward.
-    """
+    """The op events in the order of backward; the number of one in this order is its place."""
 
     def __init__(self, op_events: Sequence[PlacedEvent]) -> None:
         reached = [number for number, op_event in enumerate(op_events) if op_event.backward_place >= 0]
@@ -359,13 +339,7 @@ class Places:
 def lifetimes(
     saved: SavedBytes, op_events: Sequence[PlacedEvent], places: Places
 ) -> tuple[StorageLifetime, ...]:
-    """Return the lifetime of each storage.
-
-    Args:
-        saved: the storages and their uses.
-        op_events: the op events of the step, in the order of forward.
-        places: the places of these op events.
-    """
+    """Return the lifetime of each storage."""
     last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
     module_ends: dict[tuple[object, str], int] = {}
     for number, op_event in enumerate(op_events):
@@ -389,11 +363,10 @@ def lifetimes(
 
 
 def event_of(last_orders: Sequence[int], order: int) -> int:
-    """Return the number of the op event to which a use belongs.
+    """Return the number of the op event to which the use of this order belongs.
 
     Args:
         last_orders: `OpEvent.last_order` of each op event, or of the one before if it has no uses.
-        order: order of the use.
     """
     return min(bisect_right(last_orders, order - 1), len(last_orders) - 1)
 
@@ -401,9 +374,7 @@ def event_of(last_orders: Sequence[int], order: int) -> int:
 def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[list[int], list[int]]:
     """Return the bytes of saved storages on the device while each op event runs: in forward, and in backward.
 
-    Args:
-        known: what `profile` returned.
-        places: places of the op events. If backward does not visit one, its second number is 0.
+    The second number of an op event that backward does not visit is 0.
     """
     born, gone_after = [0] * len(places.of_event), [0] * (places.last + 2)
     for lifetime in known:
@@ -423,7 +394,7 @@ _USE = tuple(field.name for field in fields(Use))
 _POINT = tuple(field.name for field in fields(FrontierPoint))
 _PLAIN = (
     *("num_layers", "family", "device", "device_bytes", "outside_ms", "outside_base_bytes"),
-    *("optimizer_state_bytes", "reserved_bytes", "signature", "source"),
+    *("optimizer_state_bytes", "reserved_bytes", "signature", "source", "batch_shape"),
 )
 """Fields of `Profile` that stand in the document as they are."""
 
@@ -449,24 +420,20 @@ def profile_to_json(profile: Profile) -> str:
 
     document: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
     document.update({name: getattr(profile, name) for name in _PLAIN})
-    document["batch_shape"] = list(profile.batch_shape)
     document["compiled_layers"] = sorted(profile.compiled_layers)
     document["link"] = None if profile.link is None else asdict(profile.link)
     document["op_event_columns"], document["use_columns"] = list(_OP_EVENT), list(_USE)
     if profile.frontier:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
-    if profile.weight_bytes:
-        document["weight_bytes"] = profile.weight_bytes
-    if profile.gradient_bytes:
-        document["gradient_bytes"] = list(profile.gradient_bytes)
-    if profile.hooks:
-        document["hooks"] = [list(hook) for hook in profile.hooks]
+    for name in ("weight_bytes", "gradient_bytes", "hooks"):
+        if value := getattr(profile, name):
+            document[name] = value
     document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
     document["op_events"] = [event_row(op_event) for op_event in profile.op_events]
     document["storages"] = [
         [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
     ]
-    document["calls"] = [list(call) for call in calls]
+    document["calls"] = list(calls)
     lines = [f"{json.dumps(key)}:{_text(value)}" for key, value in document.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -541,7 +508,7 @@ def _storage(size_bytes: Any, use: Any) -> Any:
 
 def _text(value: Any) -> str:
     """Return ``value`` as JSON; a table has each row on its own line."""
-    if isinstance(value, list) and value and isinstance(value[0], list):
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
         return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in value) + "\n]"
     return json.dumps(value, separators=(",", ":"))
 

@@ -53,11 +53,11 @@ def point_of_share(profile: Profile, share: float) -> FrontierPoint:
 
 
 def offered_points(profile: Profile) -> tuple[FrontierPoint, ...]:
-    """Return the ways to compile layers beside the default; each layer must be compiled on its own.
-
-    There are none if the model is compiled as a whole.
-    """
-    if not profile.compiled_layers or not compiled_one_by_one(profile):
+    """Return the ways to compile layers beside the default; none if the model is compiled as a whole."""
+    calls = {op_event.call for op_event in profile.op_events}
+    if not profile.compiled_layers or any(
+        (layer, "", None) not in calls for layer in profile.compiled_layers
+    ):
         return ()
     shares = dict.fromkeys((*SHARES, *(point.share for point in profile.frontier if not point.recomputed)))
     named = [point for point in profile.frontier if point.recomputed]
@@ -67,12 +67,6 @@ def offered_points(profile: Profile) -> tuple[FrontierPoint, ...]:
 def passing_of(saved: float) -> float:
     """Return a guess of `FrontierPoint.passing` for a layer with `FrontierPoint.saved`."""
     return _PASSING * max(0.0, 1 - _PASSING_SLOPE * saved)
-
-
-def compiled_one_by_one(profile: Profile) -> bool:
-    """Return whether each compiled layer is a compiled region of its own."""
-    calls = {op_event.call for op_event in profile.op_events}
-    return all((layer, "", None) in calls for layer in profile.compiled_layers)
 
 
 def compile_points_of(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPoint], ...]:

@@ -26,7 +26,7 @@ from ...engine.link import DuplexLink, Lane, Link
 from ...engine.schedule import CrossingReleases, Pass, PassOrder, PrefetchOrder, PrefetchRequest
 from ...plan.actions import MemoryPlan, Windows
 from ..profile import CopyTimes, MemoryPoint, Profile
-from .simulate import Simulator, outside
+from .simulate import Simulator, outside, windows_in
 
 OPS = 400
 """Operators of a stage's forward, and of its backward."""
@@ -41,7 +41,6 @@ class Moving(NamedTuple):
     """A swapped storage of one micro-batch; operators count from 0 to `OPS`.
 
     Args:
-        size_bytes: bytes that move.
         born_op: operator of the forward that saves it.
         read_op: the highest operator whose backward reads it.
         windows: release and prefetch, in these operators.
@@ -59,8 +58,6 @@ class StageWork:
 
     Args:
         forward_ms, backward_ms: time of all chunks of the stage; recomputation is part of backward.
-        moving: the swapped storages.
-        link: rates of host and device.
         forward_bytes, backward_bytes: device memory in use at each operator, without swapped storages.
         kept_bytes: bytes that the micro-batch holds until its backward, without losses.
         loss_bytes: bytes that its loss holds until its backward.
@@ -111,8 +108,7 @@ class StageRun:
     """What a stage does in a step.
 
     Args:
-        busy_ms: time of its passes, waits for copies included.
-        stall_ms: time for which compute waits for copies.
+        busy_ms: time of its passes, of which ``stall_ms`` are waits for copies.
         ends_ms: when each of its passes ends.
         peak_bytes: the most device memory in use during passes.
         swapped_bytes: the most bytes of swapped storages that are on the device.
@@ -127,12 +123,9 @@ class StageRun:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step under one plan for each stage.
+    """A step, with the plan, the work, the run and the peak of device memory of each stage.
 
-    Args:
-        plans, works, runs: plan, work and run of each stage.
-        step_ms: time of all micro-batches, and of what is outside forward and backward.
-        peaks_bytes: the most device memory in use, by stage.
+    ``step_ms`` is the time of all micro-batches, and of what is outside forward and backward.
     """
 
     plans: tuple[MemoryPlan, ...]
@@ -144,10 +137,9 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All stages of a pipeline.
+    """All stages of a pipeline, in their order.
 
     Args:
-        stages: the stages in their order.
         chunks: number of chunks of each stage.
         crosses: whether windows reach into other passes.
         frees: whether a backward frees what its micro-batch held (not all of it under zero bubble).
@@ -164,12 +156,7 @@ class Pipeline:
         return len({one.micro_batch for one in self.stages[0].order})
 
     def step(self, plans: Sequence[MemoryPlan], states_moved: bool = False) -> PipelineStep:
-        """Predict a step.
-
-        Args:
-            plans: the plan of each stage.
-            states_moved: whether optimizer states are on the host.
-        """
+        """Predict a step under one plan for each stage, with optimizer states on the host or not."""
         works = tuple(
             stage_work(stage.profile, plan, states_moved, stage.loss_bytes)
             for stage, plan in zip(self.stages, plans, strict=True)
@@ -187,14 +174,7 @@ class Pipeline:
 def stage_work(
     profile: Profile, plan: MemoryPlan, states_moved: bool = False, loss_bytes: int = 0
 ) -> StageWork:
-    """Return what a micro-batch does on a stage under a plan.
-
-    Args:
-        profile: profile of one micro-batch on the stage.
-        plan: plan of the stage.
-        states_moved: whether optimizer states are on the host.
-        loss_bytes: bytes that the loss of a micro-batch holds until its backward.
-    """
+    """Return what a micro-batch does on a stage under the stage's plan."""
     alone = Simulator(profile).predict(plan, _INSTANT, states_moved)
     forward_ms = alone.forward_end_ms
     backward_ms = alone.step_ms - profile.outside_ms - forward_ms
@@ -202,10 +182,7 @@ def stage_work(
     per_op = OPS / max(events[-1].first_op + events[-1].num_ops, 1) if events else 1.0
 
     def moving(copy: CopyTimes) -> Moving:
-        scope, path, ordinal = copy.call
-        row = None if scope is None else plan.row(scope, path, ordinal)
-        given = None if row is None else row.windows
-        windows = LONGEST
+        given, windows = windows_in(plan, copy.call), LONGEST
         if given is not None:
             windows = Windows(round(given.prefetch_ops * per_op), round(given.release_ops * per_op))
         born = min(int(copy.out_start_ms / forward_ms * OPS), OPS - 1)
@@ -247,14 +224,7 @@ def run_step(
     crosses: bool = True,
     frees: bool = True,
 ) -> tuple[StageRun, ...]:
-    """Simulate a step of all stages.
-
-    Args:
-        works: the work of each stage.
-        orders: the passes of each stage, in order.
-        chunks: number of chunks of each stage.
-        crosses: whether windows reach into other passes.
-        frees: whether a backward frees what its micro-batch held (not all of it under zero bubble).
+    """Simulate a step: ``orders`` are the passes of each stage, the rest is as in `Pipeline`.
 
     Raises:
         ValueError: a pass waits for one that no stage runs.
@@ -288,14 +258,12 @@ class _Group:
         stage.link.enqueue(stage.link.out, number, item.size_bytes, stage.now_ms)
 
     def release(self) -> None:
-        """Wait for the copy out, and free the device memory."""
         if self._place == "device":
             self._stage.wait(self._stage.link.out, self._number)
             self._place = "host"
             self._stage.swapped_bytes -= self.size_bytes
 
     def fetch(self) -> None:
-        """Start the copy back."""
         if self._place == "host":
             self._place = "back"
             link = self._stage.link
@@ -303,13 +271,11 @@ class _Group:
             self._stage.swapped_bytes += self.size_bytes
 
     def read(self) -> None:
-        """Wait until it is back on the device, because backward needs it."""
         self.fetch()
         if self._place == "back":
             self._stage.wait(self._stage.link.back, self._number)
 
     def free(self) -> None:
-        """Free it: nothing reads it any more."""
         self._stage.swapped_bytes -= self.size_bytes
 
 
@@ -322,21 +288,16 @@ class _Backward:
 
     @property
     def clock(self) -> Any:
-        """This object itself: it has the method `now`."""
         return self
 
     def now(self) -> int:
-        """Return the operator that forward built last."""
         return self._last_op
 
     def watch(self, watcher: Callable[[int], Any]) -> None:
-        """Let ``watcher`` be called at each operator."""
         self.watcher = watcher
 
 
 class _Stage:
-    """Simulates the passes of one stage."""
-
     def __init__(
         self, work: StageWork, order: Sequence[Pass], chunks: int, crosses: bool, frees: bool
     ) -> None:
@@ -387,13 +348,11 @@ class _Stage:
             self._passes.forward_ended(queue, (), backward)
 
     def wait(self, lane: Lane, number: int) -> None:
-        """Let compute wait for a copy."""
         ended_ms = self.link.wait(lane, number, self.now_ms)
         self._stall_ms += ended_ms - self.now_ms
         self.now_ms = ended_ms
 
     def result(self) -> StageRun:
-        """Return what the stage has done; call it when all passes have run."""
         return StageRun(
             self._busy_ms, self._stall_ms, tuple(self._ends), self._peak_bytes, self._most_swapped
         )
@@ -422,7 +381,11 @@ class _Stage:
         order = PrefetchOrder(
             ops, [PrefetchRequest(group, group.last_use, group.prefetch_ops) for group in groups]
         )
-        read, born = _grouped(groups, "last_use"), _grouped(groups, "born_op")
+        read: dict[int, list[_Group]] = {}
+        born: dict[int, list[_Group]] = {}
+        for group in groups:
+            read.setdefault(group.last_use, []).append(group)
+            born.setdefault(group.born_op, []).append(group)
         for op in reversed(ops):
             backward.watcher(op)
             for group in order.due(op):
@@ -437,10 +400,3 @@ class _Stage:
     def _count_bytes(self, others: int) -> None:
         self._most_swapped = max(self._most_swapped, self.swapped_bytes)
         self._peak_bytes = max(self._peak_bytes, others + self.swapped_bytes)
-
-
-def _grouped(groups: Sequence[_Group], name: str) -> dict[int, list[_Group]]:
-    found: dict[int, list[_Group]] = {}
-    for group in groups:
-        found.setdefault(getattr(group, name), []).append(group)
-    return found

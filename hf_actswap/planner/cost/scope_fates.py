@@ -3,14 +3,10 @@
 Nothing here depends on times, and only the rows of a scope, and of scopes with which it shares storages,
 matter. So the result is computed once for each such set of rows, however many plans have them.
 
-Finds where in a step the storages of a profile are made, read and freed, as far as no plan changes it.
-
 A step is counted in **moments**: each op event of forward is one, the end of forward is one, and each op
 event that backward visits is one, in the order of `OpEvent.backward_place` (its number in this order is its
 *place*). Within a moment nothing has an order: what an op event makes or reads is on the device from its
 start to its end.
-
-Predicts the tickets that the engine makes for each storage under a plan, for nodes and for regions.
 
 Which tensors get a ticket, with which fate, who reads it and who rebuilds what was dropped is what
 `plan.saved_bytes.ticket_uses` says. Added here is when that happens.
@@ -30,7 +26,7 @@ from typing import Literal, NamedTuple
 from ...engine.windows import Timeline
 from ...plan.actions import MemoryPlan, Scope
 from ...plan.model_structure import is_below
-from ...plan.saved_bytes import OpCall, RecomputedModules, TicketUse, Use, ticket_uses
+from ...plan.saved_bytes import OpCall, RecomputedModules, Use, ticket_uses
 from ..profile import Places, Profile, lifetimes
 
 
@@ -40,7 +36,6 @@ class Pack:
 
     Args:
         order: order of the use; a tensor that is no use of the profile comes half way to the next use.
-        op_event: op event in which it happens.
         op: operator of the node that saves.
         at_end: whether the op event itself makes the tensor, and so has run by then.
     """
@@ -52,11 +47,7 @@ class Pack:
 
 
 class StepOrder:
-    """A profile with the indices that the simulator needs.
-
-    Args:
-        profile: the profile of a step.
-    """
+    """A profile with the indices that the simulator needs."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self.op_events = profile, profile.op_events
@@ -84,7 +75,10 @@ class StepOrder:
                 self.born_in[lifetime.made_in].append(number)
         self.function_events = self._function_events()
         """The op event of each call of a function in a layer."""
-        self.temporary_bytes = self._temporary_bytes()
+        base = [op_event.forward_base_bytes for op_event in self.op_events]
+        stays = list(accumulate(reversed(base), min))[::-1]
+        self.temporary_bytes = [size - least for size, least in zip(base, stays, strict=True)]
+        """What each op event needs beyond what stays, in forward and when it runs again."""
         self.touching: dict[Scope, list[int]] = {}
         self.scopes_of: list[tuple[Scope, ...]] = []
         for number, storage in enumerate(profile.saved.storages):
@@ -105,8 +99,7 @@ class StepOrder:
 
     def saved_op(self, order: int, op_event: int) -> int:
         """Return the operator that saves, and so reads in backward; if unknown, the last of its op event."""
-        last = self.op_events[op_event].first_op + max(self.op_events[op_event].num_ops - 1, 0)
-        return self._op_of_order.get(order, last)
+        return self._op_of_order.get(order, self.last_op_of(op_event))
 
     def inside(self, scope: Scope | None, path: str) -> list[int]:
         """Return the op events at and below a path of a scope."""
@@ -120,10 +113,10 @@ class StepOrder:
         """Return the packs in op events from ``first`` to ``last``."""
         return self.packs[bisect_left(self._pack_events, first) : bisect_right(self._pack_events, last)]
 
-    def last_op(self, scope: Scope) -> int:
-        """Return the last operator of a scope."""
-        op_event = self.op_events[self.scope_events[scope][-1]]
-        return op_event.first_op + max(op_event.num_ops - 1, 0)
+    def last_op_of(self, op_event: int) -> int:
+        """Return the last operator of an op event."""
+        row = self.op_events[op_event]
+        return row.first_op + max(row.num_ops - 1, 0)
 
     def _packs(self) -> list[Pack]:
         found, listed = [], set()
@@ -151,15 +144,6 @@ class StepOrder:
             and (use.kind == "function" or (use.kind == "returned" and use.at[2] is not None))
         }
 
-    def _temporary_bytes(self) -> list[int]:
-        """Return the bytes that each op event needs beyond what stays, in forward and when it runs again."""
-        stays = list(accumulate(reversed([op_event.forward_base_bytes for op_event in self.op_events]), min))[
-            ::-1
-        ]
-        return [
-            op_event.forward_base_bytes - least for op_event, least in zip(self.op_events, stays, strict=True)
-        ]
-
 
 def timeline(
     forward: Sequence[tuple[int, float]], forward_end_ms: float, backward: Sequence[tuple[int, float]]
@@ -181,8 +165,7 @@ class HeldTicket(NamedTuple):
 
     Args:
         kind: whether the tensor stays, is on the host, or is built again.
-        order: order of the use at which the ticket was made.
-        op_event: number of the op event of that use.
+        order, op_event: order and op event of the use at which the ticket was made.
         holder: the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
         source: the region that builds the tensor again.
         copy: number of the host copy among those of the storage; -1: none.
@@ -202,8 +185,6 @@ class CopyOut:
 
     Args:
         number: its number among the copies of the storage.
-        call: the call that produced the storage.
-        size_bytes: bytes that are copied.
         order, op_event, op: order, op event and operator of the use at which it starts.
         at_end: whether the op event has run by then.
     """
@@ -220,10 +201,7 @@ class CopyOut:
 class TicketRules:
     """Says which tickets and copies one plan gives the storages of one profile.
 
-    Args:
-        order: the profile in the order of its step.
-        plan: the plan.
-        held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
+    ``held``: number of a storage -> the use at which a recomputed module holds it (`held_results`).
     """
 
     def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
@@ -239,7 +217,11 @@ class TicketRules:
         for found in ticket_uses(storage, self.recomputed, self._held.get(number), calls):
             op_event = lifetime.op_events[found.number]
             if found.starts_copy:
-                copies.append(self._copy_out(found, op_event, lifetime.made_in))
+                use = found.use
+                op, made_here = self._order.use_op(use, op_event), lifetime.made_in == op_event
+                at_end = use.kind == "returned" or (use.kind == "saved" and made_here)
+                size_bytes = found.copy_bytes
+                copies.append(CopyOut(found.copy, use.producer, size_bytes, use.order, op_event, op, at_end))
             if found.holder is not None and not self._is_region(found.holder):
                 continue
             kind, source = found.kind, found.source
@@ -264,18 +246,6 @@ class TicketRules:
             path, ordinal = path.rpartition(".")[0], None
         return True
 
-    def _copy_out(self, swap: TicketUse, op_event: int, made_in: int) -> CopyOut:
-        use = swap.use
-        return CopyOut(
-            number=swap.copy,
-            call=use.producer,
-            size_bytes=swap.copy_bytes,
-            order=use.order,
-            op_event=op_event,
-            op=self._order.use_op(use, op_event),
-            at_end=use.kind == "returned" or (use.kind == "saved" and made_in == op_event),
-        )
-
 
 CopyId = tuple[int, int]
 """(number of a storage, number of one of its copies)."""
@@ -285,11 +255,9 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """One op event that a region runs again.
+    """One op event that a region runs again, in ``ms`` of compute time.
 
     Args:
-        op_event: number of the op event.
-        ms: compute time.
         built_bytes: bytes of the tensors made here that the region is run for.
         passing_bytes: bytes on the device only while the region runs, temporaries included.
     """
@@ -302,15 +270,8 @@ class RunStep:
 
 @dataclass(eq=False, slots=True)
 class RebuiltStorage:
-    """A storage that a region makes again.
+    """A storage that a region makes again; ``tickets``: how often it is read before it is dropped."""
 
-    Args:
-        storage: number of the storage.
-        size_bytes: its size.
-        tickets: how often it is read before it is dropped.
-    """
-
-    storage: int
     size_bytes: int
     tickets: int = 0
 
@@ -320,10 +281,8 @@ class RecomputedRegion:
     """A region: a call that runs again in backward.
 
     Args:
-        key: key of the region.
         first_event: op event in which it begins in forward.
         last_op: the last operator of forward in it; backward reaches this one first, and may need its inputs.
-        steps: the op events that run again.
         inputs: what it reads before it runs, in order: host copies, and storages that other regions build.
         built: the storages that it builds, by number.
         first_place: place of backward by which it must have run.
@@ -348,17 +307,9 @@ class RecomputedRegion:
 
 @dataclass(eq=False, slots=True)
 class StorageFate:
-    """The fate of one storage.
-
-    Args:
-        storage: its number in the profile.
-        tickets: all its tickets, in order.
-        copies: its copies to the host.
-        kept_place: place of backward until which its own tickets keep it; -1: none of them does.
-    """
+    """The fate of one storage; ``kept_place``: until where its own tickets keep it, -1 if none does."""
 
     storage: int
-    tickets: tuple[HeldTicket, ...]
     copies: tuple[CopyOut, ...]
     kept_place: int
 
@@ -399,10 +350,7 @@ class ScopeFate:
 def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
     """Return what a plan does in one scope.
 
-    Args:
-        order: the profile in the order of its step.
-        rules: rules of a plan that has at least the rows of this scope and of those that share its storages.
-        scope: a scope of the profile.
+    ``rules`` are of a plan with at least the rows of this scope and of those that share its storages.
     """
     fate = ScopeFate(scope if scope in rules.recomputed.whole_layers else None)
     known = {number: rules.of_storage(number) for number in order.touching.get(scope, ())}
@@ -420,7 +368,7 @@ def _sort_in(
     lifetime = order.lifetimes[number]
     direct = [ticket for ticket in tickets if ticket.holder is None]
     kept = max((order.places.of_reader(item.op_event) for item in direct if item.kind == "keep"), default=-1)
-    found = StorageFate(number, tuple(tickets), tuple(copies), kept)
+    found = StorageFate(number, tuple(copies), kept)
     fate.storages.append(found)
     for ticket in direct:
         if ticket.kind == "swap":
@@ -482,9 +430,7 @@ def _read_by(
     """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
     if ticket.holder is not None and ticket.holder not in found:
         return
-    item = region.built.get(number)
-    if item is None:
-        item = region.built[number] = RebuiltStorage(number, order.lifetimes[number].size_bytes)
+    item = region.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
     item.tickets += 1
     if ticket.holder is None:
         place = order.places.of_reader(ticket.op_event)
@@ -514,7 +460,7 @@ def _hold(
             fate.swap_holds.append((copy, region.last_place))
         elif ticket.source is not None and ticket.source in found:
             source = found[ticket.source]
-            item = source.built.setdefault(number, RebuiltStorage(number, order.lifetimes[number].size_bytes))
+            item = source.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
             region.inputs.append((source, item))
 
 
@@ -529,22 +475,20 @@ def _lay_out(
     """Set which op events of a region run again, for how long, and with how much memory."""
     key, op_events = region.key, _op_events(order, region.key)
     if key[2] is not None:
-        own = order.op_events[op_events[0]]
-        region.last_op = own.first_op + max(own.num_ops - 1, 0)
+        region.last_op = order.last_op_of(op_events[0])
     else:
-        packs = [pack for pack in order.packs_between(op_events[0], op_events[-1])]
+        packs = order.packs_between(op_events[0], op_events[-1])
         last = max(ticket.order for ticket in tickets if ticket.holder is None)
         end = next(pack for pack in packs if pack.order == last)
         region.last_op = max(pack.op for pack in packs)
         if key[0] in rules.recomputed.whole_layers:
-            region.last_op = order.last_op(key[0])
+            region.last_op = order.last_op_of(order.scope_events[key[0]][-1])
         # The run stops as soon as the last tensor is there: before the op that saves it, unless that made it.
         op_events = [
             op_event
             for op_event in op_events
-            if op_event < end.op_event or (op_event == end.op_event and end.at_end)
+            if op_event < end.op_event + end.at_end and rules.runs_again(key, op_event)
         ]
-        op_events = [op_event for op_event in op_events if rules.runs_again(key, op_event)]
     region.steps = tuple(_steps(order, region, op_events))
     held = 0
     for step in region.steps:

@@ -4,14 +4,6 @@ A pure function of a profile, a plan and a link. Moments are as in `scope_fates`
 has an order, so it reads at its start and frees at its end. The prediction for the empty plan is what was
 measured.
 
-Assumptions that no profile holds: a layer that runs again needs the same temporary memory as in forward; a
-sliced tensor (``slice``) is kept whole; compiled layers that are compiled to save less are scaled
-(`compiled_shares`). Without a link copies take no time.
-
-Assembles fates scope by scope into a step: which copies move, with which windows, and what reads them.
-
-Simulates one step under a plan, in the engine's order: when compute waits, and what is on the device.
-
 The engine acts at hooks, so *in which* moment something happens does not depend on times. Times only say how
 long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the time
 that a link needs; copies in one direction run one after another.
@@ -20,6 +12,10 @@ In forward, each pack (autograd saves a tensor) makes the releases that are due,
 the end of forward the remaining releases follow. In backward, each op event starts the prefetches whose point
 is reached, then reads its tensors: it waits for a copy back, which it starts if nothing has; what was dropped
 is built again, its inputs first. Operators are autograd nodes, in order of creation.
+
+Assumptions that no profile holds: a layer that runs again needs the same temporary memory as in forward; a
+sliced tensor (``slice``) is kept whole; compiled layers that are compiled to save less are scaled
+(`compiled_shares`). Without a link copies take no time.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...engine.link import DuplexLink, Lane, Link
 from ...engine.schedule import PrefetchOrder, PrefetchRequest
@@ -63,8 +59,6 @@ class MovingCopy:
     """A copy that a step carries out.
 
     Args:
-        copy: the copy to the host.
-        windows: windows of release and prefetch.
         want_op: the operator whose backward needs it first.
         tickets: how often it is read; 0: its host memory is freed at once.
     """
@@ -80,9 +74,6 @@ class StepProgram:
     """A plan's fates, ready to be simulated. Places count op events in the order of backward.
 
     Args:
-        order: the profile in the order of its step.
-        packs: the packs of forward, in order.
-        moving: the copies that the step carries out.
         reads: by place, the regions whose results nodes read, with these results.
         swap_reads: by place, the copies that nodes read.
         hooks: by place, the falling operators at which backward calls the engine.
@@ -96,24 +87,19 @@ class StepProgram:
     hooks: Sequence[Sequence[int]]
 
 
-@dataclass
-class Moments:
-    """Lists with an entry for each moment of backward, those of regions that run again included."""
+class Moment(NamedTuple):
+    """A moment of backward, or one of a region that runs again within it."""
 
-    op_events: list[int] = field(default_factory=list)
-    start_ms: list[float] = field(default_factory=list)
-    base_bytes: list[int] = field(default_factory=list)
-    swapped_bytes: list[int] = field(default_factory=list)
-    rebuilt_bytes: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    op_event: int
+    start_ms: float
+    base_bytes: int
+    swapped_bytes: int
+    rebuilt_bytes: int
+    place: int
 
 
 class ForwardWalk:
-    """Simulates forward, up to its end.
-
-    Args:
-        program: the fates to simulate.
-        link: the link between device and host; ``None``: copies take no time.
+    """Simulates forward, up to its end; without a link copies take no time.
 
     Attributes:
         moments: for each copy, the first moment in which its device memory is free.
@@ -133,12 +119,12 @@ class ForwardWalk:
         self._walk()
         self.forward_end_ms = program.order.start_ms[-1] + self.stall_ms
 
-    def copy_times(self, link: DuplexLink | None) -> _Times:
+    def copy_times(self) -> _Times:
         """Return when each copy out began and ended; call it when the whole step has been simulated."""
-        if link is None:
+        if (link := self._link) is None:
             return {name: (ms, ms) for name, ms in self.queued_ms.items()}
-        for name in self.queued_ms:  # copies for which nothing has waited
-            link.wait(link.out, self.numbers[name], self.queued_ms[name])
+        for name, ms in self.queued_ms.items():  # copies for which nothing has waited
+            link.wait(link.out, self.numbers[name], ms)
         return _lane_times(link.out, self.numbers, self.queued_ms)
 
     def _walk(self) -> None:
@@ -180,8 +166,6 @@ class BackwardWalk:
     """Simulates backward, from the end of forward.
 
     Args:
-        program: the fates to simulate.
-        link: the link of forward; ``None``: copies take no time.
         numbers: the number of each copy on the link.
         start_ms: when forward ended.
         each_step: whether a region that runs again has a moment for each of its op events, or one in all.
@@ -198,7 +182,7 @@ class BackwardWalk:
         self._program, self._link, self._numbers = program, link, numbers
         self._each_step = each_step
         self.now_ms, self.stall_ms, self.recompute_ms = start_ms, 0.0, 0.0
-        self.moments = Moments()
+        self.moments: list[Moment] = []
         self.read_ms: dict[CopyId, float] = {}
         self.hook_ms: list[tuple[int, float]] = []
         self._swapped_bytes = self._rebuilt_bytes = 0
@@ -210,9 +194,9 @@ class BackwardWalk:
         self._reading: list[CopyId | RebuiltStorage] = []
         self._walk()
 
-    def copy_times(self, link: DuplexLink | None) -> dict[CopyId, tuple[float, float, float]]:
+    def copy_times(self) -> dict[CopyId, tuple[float, float, float]]:
         """Return when each copy back began and ended, and when it was first read."""
-        if link is None:
+        if (link := self._link) is None:
             times: _Times = {name: (ms, ms) for name, ms in self._fetched.items()}
         else:
             for name in self._fetched:  # copies for which nothing has waited
@@ -222,11 +206,16 @@ class BackwardWalk:
 
     def _walk(self) -> None:
         program, order = self._program, self._program.order
-        op_events, moments = order.op_events, self.moments
-        due = self._prefetches()
-        last = op_events[-1].forward_base_bytes if op_events else 0
+        moving = sorted(program.moving.items(), key=lambda item: item[1].copy.order)
+        wants = [
+            PrefetchRequest(name, item.want_op, item.windows.prefetch_ops)
+            for name, item in moving
+            if item.tickets
+        ]
+        due = PrefetchOrder((op for hooks in program.hooks for op in hooks), wants)
+        last = order.op_events[-1].forward_base_bytes if order.op_events else 0
         for place, op_event in enumerate(order.places.order):
-            running = op_events[op_event]
+            running = order.op_events[op_event]
             for op in program.hooks[place]:
                 self.hook_ms.append((op, self.now_ms))
                 for name in due.due(op):
@@ -238,24 +227,14 @@ class BackwardWalk:
                 for region, item in program.reads.get(place, ()):
                     self._build(region, place, boundary)
                     self._reading.append(item)
-            moments.op_events.append(op_event)
-            moments.start_ms.append(self.now_ms)
-            moments.base_bytes.append(running.backward_base_bytes)
-            moments.swapped_bytes.append(self._swapped_bytes)
-            moments.rebuilt_bytes.append(self._rebuilt_bytes)
-            moments.places.append(place)
+            last = running.backward_base_bytes
+            self._add_moment(op_event, last, self._rebuilt_bytes, place)
             self._let_go()
             self.now_ms += running.backward_ms
-            last = running.backward_base_bytes
 
-    def _prefetches(self) -> PrefetchOrder[CopyId]:
-        moving = sorted(self._program.moving.items(), key=lambda item: item[1].copy.order)
-        wants = [
-            PrefetchRequest(name, item.want_op, item.windows.prefetch_ops)
-            for name, item in moving
-            if item.tickets
-        ]
-        return PrefetchOrder((op for hooks in self._program.hooks for op in hooks), wants)
+    def _add_moment(self, op_event: int, base_bytes: int, rebuilt_bytes: int, place: int) -> None:
+        moment = Moment(op_event, self.now_ms, base_bytes, self._swapped_bytes, rebuilt_bytes, place)
+        self.moments.append(moment)
 
     def _fetch(self, name: CopyId) -> None:
         if name in self._fetched:
@@ -267,7 +246,6 @@ class BackwardWalk:
             self._link.enqueue(self._link.back, self._numbers[name], size_bytes, self.now_ms)
 
     def _read_copy(self, name: CopyId) -> None:
-        """Let compute read a swapped storage: fetch it if nothing has, and wait for the copy back."""
         if name not in self._program.moving:  # it was not swapped after all
             return
         self._fetch(name)
@@ -294,7 +272,6 @@ class BackwardWalk:
         self._reading.clear()
 
     def _build(self, region: RecomputedRegion, place: int, boundary_bytes: int) -> None:
-        """Run a region again, unless this has happened."""
         if id(region) in self._run:
             return
         self._run.add(id(region))
@@ -312,15 +289,10 @@ class BackwardWalk:
         if not self._each_step:
             passing_bytes = region.peak_bytes - region.built_bytes
             steps = (RunStep(region.peak_event, region.ms, region.built_bytes, passing_bytes),)
-        moments = self.moments
         for step in steps:
             self._rebuilt_bytes += step.built_bytes
-            moments.op_events.append(step.op_event)
-            moments.start_ms.append(self.now_ms)
-            moments.base_bytes.append(boundary_bytes)
-            moments.swapped_bytes.append(self._swapped_bytes)
-            moments.rebuilt_bytes.append(self._rebuilt_bytes + step.passing_bytes)
-            moments.places.append(place)
+            rebuilt_bytes = self._rebuilt_bytes + step.passing_bytes
+            self._add_moment(step.op_event, boundary_bytes, rebuilt_bytes, place)
             self.now_ms += step.ms
         self.recompute_ms += region.ms
         self._let_go()
@@ -347,7 +319,6 @@ class Assembled:
     """A step's program, and the storages that stay.
 
     Args:
-        program: the program to simulate.
         moved: storages that have copies, or that a region may hold.
         kept_until: number of a storage -> place of backward until which a region, or a copy that could not
             start, keeps it.
@@ -359,21 +330,14 @@ class Assembled:
 
 
 def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, link: Link | None) -> Assembled:
-    """Put the fates of all scopes together.
+    """Put the fates of all scopes under a plan together.
 
-    Args:
-        order: the profile in the order of its step.
-        fates: the fates of its scopes under ``plan``.
-        plan: has the windows, and the cap on host memory.
-        link: rates by which windows are chosen if the plan leaves them to measurement; ``None``: all are 1.
+    By the rates of ``link`` windows are chosen that the plan leaves to measurement; ``None``: all are 1.
     """
     moved = [item for fate in fates for item in fate.moved]
     assembler = _Assembler(order, fates, plan)
-    windows = {name: _windows(plan, copy) for name, copy in assembler.copies.items()}
-    if any(item is None for item in windows.values()):
-        windows = assembler.chosen(windows, link)
-    else:
-        windows = assembler.within_host(windows)
+    windows = {name: windows_in(plan, copy.call) for name, copy in assembler.copies.items()}
+    windows = assembler.chosen(windows, link) if None in windows.values() else assembler.within_host(windows)
     kept_until: dict[int, int] = {}
     holds = [hold for fate in fates for hold in fate.holds]
     holds += [(name[0], place) for fate in fates for place, name in fate.swap_reads if name not in windows]
@@ -383,31 +347,15 @@ def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, lin
     return Assembled(assembler.program(windows), moved, kept_until)
 
 
-def _wants(fates: Sequence[ScopeFate], copies: Mapping[CopyId, CopyOut]) -> dict[CopyId, tuple[int, int]]:
-    """Return for each copy the operator whose backward needs it first, and how often it is read."""
-    wanted = {name: (copy.op, 0) for name, copy in copies.items()}
-    for fate in fates:
-        for name, op in fate.wants:
-            first, tickets = wanted[name]
-            wanted[name] = max(first, op), tickets + 1
-    return wanted
-
-
-def _windows(plan: MemoryPlan, copy: CopyOut) -> Windows | None:
-    scope, path, ordinal = copy.call
+def windows_in(plan: MemoryPlan, call: OpCall) -> Windows | None:
+    """Return the windows that a plan has for the results of a call."""
+    scope, path, ordinal = call
     row = None if scope is None else plan.row(scope, path, ordinal)
     return None if row is None else row.windows
 
 
 class _Assembler:
-    """Makes the program of one step.
-
-    Args:
-        order, fates, plan: as of `assemble`.
-
-    Attributes:
-        copies: all copies that may move, in their order.
-    """
+    """Makes the program of one step; ``copies`` are all that may move, in their order."""
 
     def __init__(self, order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan) -> None:
         self._order, self._plan = order, plan
@@ -415,9 +363,10 @@ class _Assembler:
             (item.storage, copy.number): copy for fate in fates for item in fate.moved for copy in item.copies
         }
         self.copies = dict(sorted(found.items(), key=lambda item: item[1].order))
-        self._wanted = _wants(fates, self.copies)
+        self._wanted = {name: (copy.op, 0) for name, copy in self.copies.items()}
+        """For each copy the operator whose backward needs it first, and how often it is read."""
         self._checkpoints: dict[Scope, RecomputedRegion | None] = {
-            fate.checkpointed: next((region for region in fate.regions), None)
+            fate.checkpointed: next(iter(fate.regions), None)
             for fate in fates
             if fate.checkpointed is not None
         }
@@ -425,6 +374,9 @@ class _Assembler:
         reads: dict[int, list[tuple[RecomputedRegion, RebuiltStorage]]] = {}
         swap_reads: dict[int, list[CopyId]] = {}
         for fate in fates:
+            for name, op in fate.wants:
+                first, tickets = self._wanted[name]
+                self._wanted[name] = max(first, op), tickets + 1
             for place, region, item in fate.reads:
                 reads.setdefault(place, []).append((region, item))
             for place, name in fate.swap_reads:
@@ -488,8 +440,7 @@ class _Assembler:
 
     def _points(self) -> tuple[list[Pack], list[Sequence[int]]]:
         """Return packs and hooks where the engine gets control; a layer recomputed whole has one of each."""
-        order = self._order
-        places = order.places
+        order, places = self._order, self._order.places
         hooks: list[Sequence[int]] = [order.ops_of_event[op_event] for op_event in places.order]
         if not self._checkpoints:
             return order.packs, hooks
@@ -504,11 +455,8 @@ class _Assembler:
             if region is not None:
                 hooks[region.first_place] = (region.last_op,)
             first = order.op_events[op_events[0]]
-            insort(
-                packs,
-                Pack(first.first_order, op_events[0], first.first_op, False),
-                key=lambda pack: pack.order,
-            )
+            own = Pack(first.first_order, op_events[0], first.first_op, False)
+            insort(packs, own, key=lambda pack: pack.order)
         return packs, hooks
 
 
@@ -554,11 +502,7 @@ def fates_of(profile: Profile, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
 
 
 class Simulator:
-    """Predicts steps of one profile under many plans, and computes once what does not depend on the plan.
-
-    Args:
-        profile: profile of the step without a policy.
-    """
+    """Predicts steps of one profile under many plans, and computes once what does not depend on the plan."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -605,7 +549,7 @@ class Simulator:
             peak_bytes=max(memory.peak_bytes, outside_bytes),
             peak_at=memory.peak_at if memory.peak_bytes >= outside_bytes else _OUTSIDE,
             memory=memory.points() if curve else (),
-            copies=_copy_times(ahead, back, duplex),
+            copies=_copy_times(ahead, back),
             kept_bytes=memory.kept_bytes,
             swapped_bytes=swapped_bytes,
             recomputed_bytes=sum(fate.dropped_bytes for fate in fates),
@@ -622,12 +566,7 @@ class Simulator:
         return self._sharing[points]
 
     def windows_of(self, plan: MemoryPlan, rates: Rates) -> dict[OpCall, list[Windows]]:
-        """Return windows of all that moves, by the call that makes it, as if none were written.
-
-        Args:
-            plan: the plan.
-            rates: how long copies take.
-        """
+        """Return windows of all that moves, by the call that makes it, as if none were written."""
         if points := compile_points_of(self.profile, plan):
             plain = without_compile_options(self.profile, plan)
             return self._sharing_of(points).windows_of(plain, rates)
@@ -693,43 +632,21 @@ class Simulator:
         return known
 
 
-def _copy_times(ahead: ForwardWalk, back: BackwardWalk, duplex: DuplexLink | None) -> tuple[CopyTimes, ...]:
-    out, back_in = ahead.copy_times(duplex), back.copy_times(duplex)
+def _copy_times(ahead: ForwardWalk, back: BackwardWalk) -> tuple[CopyTimes, ...]:
+    out, back_in = ahead.copy_times(), back.copy_times()
+    unread = (back.now_ms,) * 3
     found = []
     for name, (start_ms, end_ms) in out.items():
-        copy = ahead.moving[name].copy
-        in_start_ms, in_end_ms, read_ms = back_in.get(name, (back.now_ms, back.now_ms, back.now_ms))
-        found.append(
-            CopyTimes(
-                storage=name[0],
-                call=copy.call,
-                size_bytes=copy.size_bytes,
-                out_start_ms=start_ms,
-                out_end_ms=end_ms,
-                release_ms=ahead.released_ms.get(name, end_ms),
-                in_start_ms=in_start_ms,
-                in_end_ms=in_end_ms,
-                read_ms=read_ms,
-            )
-        )
+        copy, released_ms = ahead.moving[name].copy, ahead.released_ms.get(name, end_ms)
+        times = (start_ms, end_ms, released_ms, *back_in.get(name, unread))
+        found.append(CopyTimes(name[0], copy.call, copy.size_bytes, *times))
     return tuple(found)
 
 
 class MemoryCounter:
-    """Computes how much memory is in use on the device at each moment.
+    """Computes how much memory is in use on the device at each moment, once both walks are done.
 
-    Args:
-        order: the profile in the order of its step.
-        fates: fates scope by scope.
-        assembled: the step's program, made of these fates.
-        ahead, back: the walks through forward and backward, done.
-        moved_state_bytes: bytes of optimizer states that are on the host.
-
-    Attributes:
-        peak_bytes: the most in use in forward and backward.
-        peak_at: the call that ran then.
-        peak_gradient_bytes: part of the peak: gradients that were complete.
-        kept_bytes: bytes of all storages that stay until backward reads them.
+    ``moved_state_bytes`` of optimizer states are on the host. The attributes are as in `Prediction`.
     """
 
     def __init__(
@@ -755,36 +672,34 @@ class MemoryCounter:
                 self._dropped[birth] += size_bytes
                 self._dropped[end + 1] -= size_bytes
         self._add_moved(assembled)
-        self._base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
+        base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
         first = order.op_events[order.places.order[0]].backward_base_bytes if order.places.order else None
         last = order.op_events[-1].forward_base_bytes if order.op_events else 0
-        self._base.append(max((last if first is None else min(last, first)) - moved_state_bytes, 0))
-        self._kept, self._swapped, self._dropped = (
-            list(accumulate(part))[: forward_end + 1] for part in (self._kept, self._swapped, self._dropped)
-        )
-        self._back_base = [max(size - moved_state_bytes, 0) for size in back.moments.base_bytes]
+        base.append(max((last if first is None else min(last, first)) - moved_state_bytes, 0))
+        parts = (accumulate(part) for part in (self._kept, self._swapped, self._dropped))
+        self._sizes_ahead = list(zip(base, *parts, strict=False))
         left = self.kept_bytes
-        self._kept_in = [left := left - end for end in self._ends]
-        self._back_kept = [self._kept_in[place] for place in back.moments.places]
+        kept = [left := left - end for end in self._ends]
+        self._sizes_behind = [
+            (max(size - moved_state_bytes, 0), kept[place], swapped, rebuilt)
+            for _, _, size, swapped, rebuilt, place in back.moments
+        ]
         self.peak_bytes, self.peak_at, place = self._peak()
         gradients, reached = order.profile.gradient_bytes, order.places.order
         self.peak_gradient_bytes = gradients[reached[place]] if gradients and reached else 0
 
     def points(self) -> tuple[MemoryPoint, ...]:
         """Return memory over time: a point at each change."""
-        rows = zip(
-            [*self._forward_ms(), *self._back.moments.start_ms],
-            [*self._base, *self._back_base],
-            [*self._kept, *self._back_kept],
-            [*self._swapped, *self._back.moments.swapped_bytes],
-            [*self._dropped, *self._back.moments.rebuilt_bytes],
-            strict=True,
-        )
+        waited = [0.0] * (len(self._order.op_events) + 1)
+        for moment, ms in self._ahead.waits:
+            waited[moment] += ms
+        starts_ms = [start + ms for start, ms in zip(self._order.start_ms, accumulate(waited), strict=True)]
+        starts_ms += [moment.start_ms for moment in self._back.moments]
         found: list[MemoryPoint] = []
-        last: tuple[int, ...] = ()
-        for ms, *sizes in rows:
-            if tuple(sizes) != last:
-                last = tuple(sizes)
+        last = None
+        for ms, sizes in zip(starts_ms, [*self._sizes_ahead, *self._sizes_behind], strict=True):
+            if sizes != last:
+                last = sizes
                 found.append(MemoryPoint(ms, *sizes))
         return tuple(found)
 
@@ -808,24 +723,12 @@ class MemoryCounter:
 
     def _peak(self) -> tuple[int, OpCall, int]:
         """Return the peak, the call that ran then, and its place in backward (0 for a peak in forward)."""
-        op_events, back = self._order.op_events, self._back.moments
-        ahead = list(map(sum, zip(self._base, self._kept, self._swapped, self._dropped, strict=True)))
-        behind = list(
-            map(
-                sum,
-                zip(self._back_base, self._back_kept, back.swapped_bytes, back.rebuilt_bytes, strict=True),
-            )
-        )
+        op_events = self._order.op_events
+        ahead, behind = list(map(sum, self._sizes_ahead)), list(map(sum, self._sizes_behind))
         if behind and max(behind) > max(ahead, default=0):
             peak = max(behind)
-            moment = behind.index(peak)
-            return peak, op_events[back.op_events[moment]].call, back.places[moment]
+            moment = self._back.moments[behind.index(peak)]
+            return peak, op_events[moment.op_event].call, moment.place
         peak = max(ahead, default=0)
         at = min(ahead.index(peak), len(op_events) - 1) if op_events else -1
         return peak, op_events[at].call if op_events else (None, "", None), 0
-
-    def _forward_ms(self) -> list[float]:
-        waited = [0.0] * (len(self._order.op_events) + 1)
-        for moment, ms in self._ahead.waits:
-            waited[moment] += ms
-        return [start + delay for start, delay in zip(self._order.start_ms, accumulate(waited), strict=True)]

@@ -15,7 +15,7 @@ other collectives, so their time is added. A `Profile` from fake tensors contain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,8 +43,6 @@ class Exchange:
     """One collective over the tensor axis.
 
     Args:
-        phase: the part of the step in which it runs.
-        kind: which collective it is.
         whole_bytes: bytes of its larger side.
         beside_ms: time of the compute that runs meanwhile.
     """
@@ -55,11 +53,10 @@ class Exchange:
     beside_ms: float = 0.0
 
     def ring_bytes(self, ranks: int) -> float:
-        """Return the bytes that one rank sends."""
+        """Return the bytes that one rank sends in a ring."""
         return (2 if self.kind == "all_reduce" else 1) * self.whole_bytes * (ranks - 1) / ranks
 
     def ms(self, ranks: int, fabric: Fabric) -> float:
-        """Return how long the collective takes, in ms."""
         return self.ring_bytes(ranks) / fabric.bytes_per_ms + fabric.latency_ms
 
 
@@ -69,8 +66,6 @@ class Exchanged:
 
     Args:
         sent_bytes: bytes that one rank sends.
-        collectives: how many collectives run.
-        ms: time that they take.
         added_ms: part of that time that no compute hides.
     """
 
@@ -109,13 +104,14 @@ class _Axis:
         self._model, self._structure = model, structure
         weight = next(model.parameters())
         self._size_bytes = weight.element_size()
-        linears = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-        first = linears[0] if linears else None
+        linears = (module for module in model.modules() if isinstance(module, RowParallelLinear))
+        first = next(linears, None)
         summed = None if first is None else first.reduce_dtype
         self._sum_bytes = sum_dtype(weight.dtype, summed).itemsize
         batch, length = profile.batch_shape
         self._tokens = batch * length
-        self._hidden = self._tokens * _hidden_size(model, structure)
+        embedding = next(model.get_submodule(structure.embedding or "").parameters())
+        self._hidden = self._tokens * embedding.shape[-1]
         self._ms: defaultdict[tuple[Scope | None, str], float] = defaultdict(float)
         for op_event in profile.op_events:
             self._ms[op_event.call[0], op_event.call[1]] += op_event.forward_ms
@@ -144,12 +140,10 @@ class _Axis:
             yield Exchange("backward", "all_to_all", replicas * size_bytes)
         tagged = [weight for weight in self._model.parameters() if getattr(weight, TAG, False)]
         if self._divided and tagged:
-            flags = len(tagged)
-            values = sum(weight.numel() for weight in tagged)
-            yield Exchange("after backward", "all_reduce", (values + flags) * self._size_bytes)
+            values = len(tagged) + sum(weight.numel() for weight in tagged)  # each has a flag
+            yield Exchange("after backward", "all_reduce", values * self._size_bytes)
 
     def _input(self, plain: int, summed: int, beside_ms: float) -> Iterator[Exchange]:
-        """Yield the exchanges for one input that column-parallel projections share."""
         if not self._divided:
             yield Exchange("backward", "all_reduce", summed, beside_ms)
             return
@@ -173,12 +167,6 @@ class _Axis:
         """Yield, for weights whose parts several ranks hold alike, how many ranks, and the bytes."""
         for module in self._model.modules():
             if isinstance(module, ColumnParallelLinear):
-                replicas: Sequence[int] = module.partitions["weight"].replicas
-                if max(replicas) > 1:
-                    yield max(replicas), module.weight.numel() * self._size_bytes
-
-
-def _hidden_size(model: nn.Module, structure: ModelStructure) -> int:
-    embedding: nn.Module = model.get_submodule(structure.embedding or "")
-    weights: Mapping[str, nn.Parameter] = dict(embedding.named_parameters())
-    return int(next(iter(weights.values())).shape[-1])
+                replicas: int = max(module.partitions["weight"].replicas)
+                if replicas > 1:
+                    yield replicas, module.weight.numel() * self._size_bytes

@@ -8,8 +8,6 @@ bf16 and 163 in fp32, PCIe 5, AMD's data sheet.)
 
 Links between devices have not been measured: their rates *are* those of data sheets (`Fabric`), which no
 collective quite reaches.
-
-How long an aten op takes on a device, computed from the shapes of its tensors and the device's rates.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ class Fabric:
     """The link between the devices of one machine, by its maker's data sheet; not measured.
 
     Args:
-        name: name of the link.
         bytes_per_ms: rate in one direction, half of what a data sheet gives for both.
         latency_ms: latency of one collective, assumed to be some kernel launches: no data sheet gives it.
     """
@@ -51,7 +48,7 @@ class DeviceRates:
     """The rates of one kind of device.
 
     Args:
-        name: name of the device as the user writes it.
+        name: as the user writes it.
         memory_bytes: memory that a process can use.
         half_flop_per_ms: arithmetic of matrix products in bf16 and fp16.
         full_flop_per_ms: arithmetic of matrix products in fp32 and wider types.
@@ -106,9 +103,11 @@ _WORKSPACE = _WORKSPACES * (2 * 4096 * 1024 + 8 * 16 * 1024)
 """PyTorch gives cuBLAS a workspace for each handle and stream (``CUDABlas`` in ATen): 32 MiB from Hopper on,
 ``:4096:2:16:8`` (8.1 MiB) before. Forward's thread and backward's have a handle each. MI300X: assumed."""
 
-_DESKTOP, _DDR4, _DDR5 = 60e6, 300e6, 450e6
-"""About three quarters of data sheets' rates: two channels of DDR5-5200 (83 GB/s); two sockets of eight
-channels of DDR4-3200 (410 GB/s) or DDR5-4800 (614 GB/s)."""
+_DDR4, _DDR5 = 300e6, 450e6
+_DESKTOP, _HOST_4, _HOST_5 = (48 * _GIB, 60e6), (108 * _GIB, _DDR4), (192 * _GIB, _DDR5)
+"""Usual host memory for each device and its rate, about three quarters of data sheets': two channels of
+DDR5-5200 (83 GB/s); two sockets of eight channels of DDR4-3200 (410 GB/s) or DDR5-4800 (614 GB/s). Desktops
+have 64 GiB; servers of eight devices have 1.15 TB (A100: AWS p4d), 1 TB (L40S) or 2 TB (H100: p5, DGX)."""
 
 
 def _link(gigabytes_per_second: float) -> Link:
@@ -120,32 +119,16 @@ def _link(gigabytes_per_second: float) -> Link:
 def _accelerator(
     name: str,
     gib: float,
-    half: float,
-    full: float,
-    attention: float,
-    terabytes: float,
+    tera: tuple[float, float, float, float],
     link: Link,
     fabric: Fabric,
-    host_gib: int,
-    host_rate: float,
     workspace_bytes: int,
+    host: tuple[int, float],
 ) -> DeviceRates:
-    """Return a device's rates, given in TFLOP/s and TB/s, which are 10^9 per ms."""
-    memory_bytes = int(gib * _GIB)
-    tera = 1e9
+    """Return a device's rates, of which ``tera`` are in TFLOP/s and TB/s: 10^9 per ms."""
+    half, full, attention, memory = (rate * 1e9 for rate in tera)
     return DeviceRates(
-        name,
-        memory_bytes,
-        half * tera,
-        full * tera,
-        attention * tera,
-        terabytes * tera,
-        0.003,
-        link,
-        fabric,
-        workspace_bytes,
-        host_gib * _GIB,
-        host_rate,
+        name, int(gib * _GIB), half, full, attention, memory, 0.003, link, fabric, workspace_bytes, *host
     )
 
 
@@ -161,19 +144,15 @@ _XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and
 no NVLink either. All these rates are of both directions together."""
 
-_USUAL_HOST_BYTES = 48 * _GIB
-"""Of a device that the user describes, as of an RTX 4090: three quarters of 64 GiB. Servers of eight devices
-have 1.15 TB (A100: AWS p4d), 1 TB (L40S) or 2 TB (H100: p5, DGX)."""
-
 DEVICES: tuple[DeviceRates, ...] = (
-    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4, 192, _DDR5, _HOPPER_WORKSPACE),
-    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55), _NVLINK_4, 192, _DDR5, _HOPPER_WORKSPACE),
-    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25), _NVLINK_3, 108, _DDR4, _WORKSPACE),
-    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25), _NVLINK_3, 108, _DDR4, _WORKSPACE),
-    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55), _NVLINK_5, 192, _DDR5, _HOPPER_WORKSPACE),
-    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25), _PCIE_4, 96, _DDR4, _WORKSPACE),
-    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25), _PCIE_4, 48, _DESKTOP, _WORKSPACE),
-    _accelerator("MI300X", 191.0, 870, 120, 720, 3.5, _link(55), _XGMI, 192, _DDR5, _HOPPER_WORKSPACE),
+    _accelerator("H200", 139.0, (660, 50, 545, 3.2), _H200_LINK, _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("H100", 79.0, (640, 50, 530, 2.25), _link(55), _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("A100-80", 79.0, (240, 18, 180, 1.35), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
+    _accelerator("A100-40", 39.0, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
+    _accelerator("B200", 178.0, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("L40S", 44.0, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * _GIB, _DDR4)),
+    _accelerator("RTX 4090", 23.5, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("MI300X", 191.0, (870, 120, 720, 3.5), _link(55), _XGMI, _HOPPER_WORKSPACE, _HOST_5),
     DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 
@@ -219,7 +198,7 @@ def _own_rates(name: str) -> DeviceRates:
         like.launch_ms,
         _link(numbers["link"]),
         workspace_bytes=_HOPPER_WORKSPACE,
-        host_bytes=_USUAL_HOST_BYTES,
+        host_bytes=_DESKTOP[0],  # as of an RTX 4090
     )
 
 
@@ -241,11 +220,7 @@ def op_ms(
 
     It is no less than the time of a launch, and 0 for an op without a kernel.
 
-    Args:
-        rates: rates of the device.
-        func: the op, as a dispatch mode gets it.
-        args, kwargs: its arguments; of tensors only shapes, strides and types count.
-        result: what it returned.
+    The op and its arguments are as a dispatch mode gets them; only shapes, strides and types count.
     """
     name = _op_name(func)
     if name in _NO_KERNEL:

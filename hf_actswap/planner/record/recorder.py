@@ -3,16 +3,14 @@
 The model trains as without this: the same numbers, the same random numbers. While the step runs there are
 hooks on modules, saved-tensor hooks and a function mode in the model's forward, and a dispatch mode around
 the step; after it all are gone. One forward is recorded, and the backward through it; if a stage of a
-pipeline has several chunks, one forward of each.
+pipeline has several chunks, one forward of each. Compute time is measured by the device's events, or is a sum
+over ops on fake tensors.
 
-Measures compute time in a recorded step: by the device's events, or as a sum over ops on fake tensors.
-
-Records the op events of a step, row by row while it runs.
-
-A row ends when execution gets to another call *and* something has run since the row began. Ops that compute
-nothing (views, casts to the type that a tensor has) make no row of their own: their nodes and uses belong to
-the row after them. So rows follow each other without gaps in time, in nodes and in uses. At the end of each
-row there is one time stamp and one query of the meter, and none per aten op.
+Op events are recorded row by row. A row ends when execution gets to another call *and* something has run
+since the row began. Ops that compute nothing (views, casts to the type that a tensor has) make no row of
+their own: their nodes and uses belong to the row after them. So rows follow each other without gaps in time,
+in nodes and in uses. At the end of each row there is one time stamp and one query of the meter, and none per
+aten op.
 
 Autograd runs the nodes of a graph in descending order of their numbers, so backward visits each row once, in
 reverse. Nodes that no row made belong to the row in which backward is: gradients that accumulate, layers that
@@ -77,11 +75,7 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """A clock that reads the device's own time, less that of its pauses.
-
-    Args:
-        transfer: makes stamps on the device.
-    """
+    """A clock that reads the device's own time, by stamps of ``transfer``, less that of its pauses."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -89,7 +83,6 @@ class DeviceClock:
         self._paused = False
 
     def stamp(self) -> Stamp:
-        """Return a stamp of the present place in compute's order of work."""
         return _WorkStamp(self._transfer.stamp(), self._pauses, len(self._pauses))
 
     @contextmanager
@@ -111,7 +104,6 @@ class DeviceClock:
         """Do nothing: the device measures the op's time itself."""
 
     def synchronize(self) -> None:
-        """Wait until compute has passed all stamps."""
         self._transfer.synchronize()
 
 
@@ -162,7 +154,6 @@ class OpEventLog:
 
     Args:
         meter: measures device memory; ``None``: it is not measured.
-        clock: makes time stamps.
         order: returns the order of the use that was recorded last.
         sees_ops: whether `ran` is called for every op. If not, a row ends wherever nodes were made.
         nodes: number of operators that a call counts as, however many nodes it makes: compiled layers.
@@ -189,11 +180,10 @@ class OpEventLog:
         self._first_nodes: list[int] = []
         self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
-        self._busy = self._communicates = self._random = False
+        self._busy = self._communicates = self._random = self._ended = False
         self._first_node = self._first_op = self._visits = self._gradients_before = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
-        self._turned = self._ended = False
         self._backward: int | None = -1
         self.in_forward = False
         """Whether the model's own forward runs."""
@@ -221,9 +211,9 @@ class OpEventLog:
 
     def enters(self, call: OpCall) -> None:
         """Note that execution has got to another call: a new row begins if anything has run."""
-        if self._since is None or self._turned:
+        if self._since is None or self.turned:
             return
-        if self._is_busy():
+        if self._busy if self._sees_ops else next_node_number() != self._first_node:
             self._close(next_node_number())
         self._call = call
 
@@ -240,14 +230,14 @@ class OpEventLog:
 
     def packs(self) -> None:
         """Note that autograd saves a tensor."""
-        if self._since is not None and not self._turned:
+        if self._since is not None and not self.turned:
             self._packs.append((self._order(), packing_node_number()))
 
     def reached(self, node: int) -> None:
         """Note that backward runs the node of this number."""
         if self._since is None or self._ended or self.in_forward:
             return
-        if not self._turned:
+        if not self.turned:
             self._backward_begins(node)
         elif self._backward is None:
             self._backward = running_backward()
@@ -264,7 +254,7 @@ class OpEventLog:
 
     def end_backward(self) -> None:
         """Note that a backward has ended: that of the forward, or of one chunk."""
-        if self._turned and not self._ended and self._backward is not None:
+        if self.turned and not self._ended and self._backward is not None:
             self._leave_row()
             self._visited, self._busy = None, False
             self._backwards_left -= 1
@@ -276,8 +266,8 @@ class OpEventLog:
         """End recording with the step, whether backward has run or not."""
         if self._since is None:
             return
-        if not self._turned and not self._ended:
-            self._turned = self._ended = True
+        if not self.turned and not self._ended:
+            self._ended = True
             self._finish_forward(next_node_number())
         self._backwards_left = 1
         self.end_backward()
@@ -292,16 +282,12 @@ class OpEventLog:
         places = Places(self._rows)
         forward, backward = saved_on_device(lifetimes(saved, self._rows, places), places)
         below: dict[int, tuple[int, int]] = {}  # a visit in which nothing ran has the one before's
-        peaks = sorted(
-            (visit.place, number, visit.peak_bytes, visit.gradient_bytes)
-            for number, row in enumerate(self._rows)
-            for visit in row.visits
-        )
+        visits = [(visit, number) for number, row in enumerate(self._rows) for visit in row.visits]
         base_bytes = 0
-        for _, number, peak_bytes, gradient_bytes in peaks:
-            if peak_bytes is not None:
-                base_bytes = max(0, peak_bytes - backward[number])
-            below[number] = max(below.get(number, (0, 0)), (base_bytes, gradient_bytes))
+        for visit, number in sorted(visits, key=lambda item: item[0].place):
+            if visit.peak_bytes is not None:
+                base_bytes = max(0, visit.peak_bytes - backward[number])
+            below[number] = max(below.get(number, (0, 0)), (base_bytes, visit.gradient_bytes))
         self.gradients_below = (
             *(below.get(number, (0, 0))[1] for number in range(len(self._rows))),
             self._gradient_bytes(),
@@ -333,9 +319,6 @@ class OpEventLog:
             behind = last if self._nodes.get(row.call) else min(max(node - row.first_node, 0), last)
             found.append((order, row.first_op + behind - self._rows[0].first_op))
         return tuple(dict.fromkeys(found))
-
-    def _is_busy(self) -> bool:
-        return self._busy if self._sees_ops else next_node_number() != self._first_node
 
     def _look(self) -> int:
         """Return the most device memory in use since the last call."""
@@ -384,7 +367,7 @@ class OpEventLog:
 
     def _backward_begins(self, node: int) -> None:
         """End forward at ``node``, built last and run first: backward's thread has its own node counter."""
-        self._turned, self.turned, self._backward = True, True, running_backward()
+        self.turned, self._backward = True, running_backward()
         self._finish_forward(node + 1)
         if self.on_backward is not None:
             self.on_backward()
@@ -419,7 +402,6 @@ class StepRecorder:
         model: the model as it trains, wrapped or not.
         structure: structure of the model. Only the decoder's layers are distinguished.
         meter: measures device memory, and has been started. ``None``: memory is not measured.
-        clock: makes time stamps.
         hold: makes the ticket that takes a saved tensor's place; `engine.tickets.restore` gets it back.
         compiles: whether compiled modules run compiled (on fake tensors they do not).
         device: the device on which the model computes; ``None``: that of its first parameter.
@@ -443,12 +425,8 @@ class StepRecorder:
         gradient_bytes: Callable[[], int] | None = None,
         chunks: int = 1,
     ) -> None:
-        self._root, self._structure, self._meter, self._clock = (
-            unwrapped(model),
-            structure.decoder,
-            meter,
-            clock,
-        )
+        self._root, self._structure = unwrapped(model), structure.decoder
+        self._meter, self._clock = meter, clock
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
         called = compiled_wrapper(model, structure) if compiles else None
         self._called = self._root if called is None else called
@@ -503,7 +481,7 @@ class StepRecorder:
         if self._started:
             return
         self._started = True
-        self._undo = wrap_call(self._called, self._forward_starts, self._forward_ends)
+        self._undo = wrap_call(self._called, self._forward_starts, self._leave_forward)
         if self._watch is not None:
             self._watch.__enter__()
 
@@ -517,7 +495,7 @@ class StepRecorder:
             step()
         self._undo = []
         if self._watch is not None:
-            if self._watch.is_innermost():
+            if _get_current_dispatch_mode_stack()[-1:] == [self._watch]:
                 self._watch.__exit__(None, None, None)
             else:
                 logger.warning("A dispatch mode that was entered in the recorded step has not been left.")
@@ -549,14 +527,12 @@ class StepRecorder:
         """Return what was recorded, as a profile. Waits for the device.
 
         Args:
-            device: name of the device.
             device_bytes: memory that a process can use on it; ``None``: what the meter reports.
             link: measured rates of the link; ``None``: copies do not overlap compute.
             optimizer_state_bytes: bytes of this rank's optimizer states on the device.
             outside_ms: time outside forward and backward; ``None``: from the end of backward to `stop`.
             outside_base_bytes: the most device memory in use in that time; ``None``: as measured in it.
             weight_bytes: bytes of this rank's weights on the device; 0: not known.
-            source: ``measured``, or ``shapes`` on fake tensors.
 
         Raises:
             RuntimeError: `stop` has not been called, or there was no forward with gradients.
@@ -564,8 +540,9 @@ class StepRecorder:
         if self._started or self._saved is None or self._chunks_left:
             raise RuntimeError("no step was recorded: call start, run forward and backward, call stop")
         self._clock.synchronize()
-        between = self._log.outside_ms_of
-        measured_ms = between[1].ms_since(between[0]) if between is not None else 0.0
+        if outside_ms is None:
+            between = self._log.outside_ms_of
+            outside_ms = max(0.0, between[1].ms_since(between[0])) if between is not None else 0.0
         if device_bytes is None:
             device_bytes = self._meter.limit_bytes() if self._meter is not None else 0
         if outside_base_bytes is None:
@@ -583,7 +560,7 @@ class StepRecorder:
             link=link,
             device=device,
             device_bytes=device_bytes,
-            outside_ms=max(0.0, measured_ms) if outside_ms is None else outside_ms,
+            outside_ms=outside_ms,
             outside_base_bytes=outside_base_bytes,
             optimizer_state_bytes=optimizer_state_bytes,
             reserved_bytes=self._reserved_bytes,
@@ -620,11 +597,8 @@ class StepRecorder:
         if not self._whole:
             self._uses.__enter__()
 
-    def _forward_ends(self, *_: Any) -> None:
-        self._leave_forward()
-
     @uninterrupted()
-    def _leave_forward(self) -> None:
+    def _leave_forward(self, *_: Any) -> None:
         inside, self._inside = self._inside, None
         if inside is None:
             return
@@ -674,38 +648,20 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
     return ()
 
 
-class OpListener(Protocol):
-    """Is told which nodes and ops run (see `OpWatch`)."""
-
-    def reached(self, node: int) -> None:
-        """Note that backward runs the node of this number."""
-
-    def ran(self, communicates: bool, random: bool) -> None:
-        """Note that an op has run that computes, with whether it communicates or draws random numbers."""
-
-
 class OpWatch(TorchDispatchMode):
     """A dispatch mode that reports each aten op that computes, in forward and in backward.
 
-    Args:
-        op_events: is told of each op, and of the node that runs it.
-        clock: is told of each op too.
-        weights: the model's frozen weights on the host, whose copies are no ops of the step.
+    The log is told of the node that runs it too. Copies of the model's frozen weights are no ops of the step.
     """
 
-    def __init__(self, op_events: OpListener, clock: Clock, weights: FrozenWeights | None = None) -> None:
+    def __init__(self, log: OpEventLog, clock: Clock, weights: FrozenWeights | None = None) -> None:
         super().__init__()
-        self._op_events, self._clock, self._weights = op_events, clock, weights
+        self._log, self._clock, self._weights = log, clock, weights
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return true: compiled regions stay compiled. Else what first runs in the mode never compiles."""
         return True
-
-    def is_innermost(self) -> bool:
-        """Return whether this mode can be left now: no other was entered after it."""
-        stack = _get_current_dispatch_mode_stack()
-        return bool(stack) and stack[-1] is self
 
     def __torch_dispatch__(
         self,
@@ -721,10 +677,10 @@ class OpWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         node = running_node_number()
         if node is not None:
-            self._op_events.reached(node)
+            self._log.reached(node)
         result = func(*args, **kwargs)
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
             return result  # it only computed shapes (`engine.tiled_logits`)
-        self._op_events.ran(is_collective(func), op_draws(func, args, kwargs))
+        self._log.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -8,13 +8,10 @@ What runs in tiles on the model runs in tiles here too, so the profile is that o
 saves only its input, its forward runs once more within its backward, and one tile is there at a time.
 Products that are summed in fp32 are counted as on an accelerator, without copies in fp32.
 
-Changes a profile from shapes to one rank's of several, or to other types of weights and gradients.
-
-A step on fake tensors holds whole weights, and gradients in the weights' own type. Here their bytes are
-replaced, in each op event, by what a training keeps; beside that only the optimizer's time changes.
-
-The stages of ZeRO shard over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari
-et al., ZeRO, 2020, section 3 and figure 1). Shards follow FSDP2's rules (torch/distributed/fsdp): weights
+Such a step holds whole weights, and gradients in the weights' own type. `with_baseline` replaces their bytes,
+in each op event, by what one rank of a training keeps; beside that only the optimizer's time changes. The
+stages of ZeRO shard over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari et
+al., ZeRO, 2020, section 3 and figure 1). Shards follow FSDP2's rules (torch/distributed/fsdp): weights
 outside the layers are gathered from their forward to the end of backward; of the layers, those of the running
 one and of the one that is gathered ahead; gradients of a layer are whole until they are scattered, while the
 next layer runs. This is counted in every op event, also where there is no second layer.
@@ -22,6 +19,7 @@ next layer runs. This is counted in every op event, also where there is no secon
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -36,7 +34,7 @@ from ...plan.actions import Scope
 from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ...plan.model_structure import ModelStructure, is_below
 from ..meter import CountingMeter
-from ..profile import Profile
+from ..profile import Places, Profile
 from .devices import DeviceRates, device_rates, op_ms
 from .recorder import StepRecorder
 
@@ -158,25 +156,17 @@ class RooflineStamp:
     ms: float
 
     def ms_since(self, earlier: RooflineStamp) -> float:
-        """Return the time from ``earlier`` to this stamp, in ms."""
         return self.ms - earlier.ms
 
 
 class RooflineClock:
-    """A `Clock` that adds up how long ops would take on a device, by their shapes.
-
-    How long an op takes says `op_ms`.
-
-    Args:
-        rates: rates of the device.
-    """
+    """A `Clock` that adds up how long ops would take on a device, by their shapes (`op_ms`)."""
 
     def __init__(self, rates: DeviceRates) -> None:
         self._rates = rates
         self._now_ms = 0.0
 
     def stamp(self) -> RooflineStamp:
-        """Return a stamp of the present time."""
         return RooflineStamp(self._now_ms)
 
     def synchronize(self) -> None:
@@ -185,7 +175,6 @@ class RooflineClock:
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Add the time of an aten op that ran."""
         self._now_ms += op_ms(self._rates, func, args, kwargs, result)
 
 
@@ -196,10 +185,8 @@ class Baseline:
     Args:
         layer_bytes: bytes of the largest layer's weights, in the type in which they are kept.
         other_bytes: bytes of all weights outside the layers.
-        weight_bytes: bytes of all weights.
         gradient_scale: bytes in which a complete gradient is kept, divided by those that backward makes.
         stage: stage of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
-        ranks: number of ranks over which they are sharded.
         passing: temporary bytes that the ops of a module need in addition, such as dequantised weights:
             (scope, path in the layer) -> bytes.
         passing_ms: the time that making them takes in each forward and in each backward of the module.
@@ -226,10 +213,8 @@ class Baseline:
 def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
     """Return the profile of the same step with weights, gradients and states kept as ``baseline`` says.
 
-    Args:
-        profile: a profile computed from shapes, so that it knows weights and gradients; without gradients of
-            an earlier micro-batch.
-        baseline: how one rank keeps them.
+    ``profile`` is computed from shapes, so that it knows weights and gradients, and has no gradients of an
+    earlier micro-batch.
     """
     ranks = baseline.ranks
     states = _shard(profile.optimizer_state_bytes, ranks if baseline.stage else 1)
@@ -275,33 +260,29 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
     takes longer than the layer before it computes; recomputation, which the profile does not know, would
     hide more.
 
-    Args:
-        profile: a profile computed from shapes, with all weights on the device and the rates of the link.
-        sizes_bytes: bytes of each such layer, in the order of forward.
+    ``profile`` is computed from shapes, with all weights on the device. ``sizes_bytes`` are the bytes of each
+    such layer, in the order of forward.
     """
     less = sum(sizes_bytes.values()) - window_bytes(list(sizes_bytes.values()))
-    more_ms: dict[Scope, tuple[float, float]] = {}
-    link = profile.link
-    if link is not None:
-        compute = {scope: [0.0, 0.0] for scope in sizes_bytes}
+    forward_ms: dict[Scope | None, float] = {}
+    backward_ms: dict[Scope | None, float] = {}
+    if (link := profile.link) is not None:
+        ahead: defaultdict[Scope | None, float] = defaultdict(float)
+        back: defaultdict[Scope | None, float] = defaultdict(float)
         for op_event in profile.op_events:
-            if op_event.call[0] in compute:
-                compute[op_event.call[0]][0] += op_event.forward_ms
-                compute[op_event.call[0]][1] += op_event.backward_ms
+            ahead[op_event.call[0]] += op_event.forward_ms
+            back[op_event.call[0]] += op_event.backward_ms
         copies_ms = {scope: link.in_ms(size) for scope, size in sizes_bytes.items()}
-        forward_ms = _waits_ms(copies_ms, {scope: times[0] for scope, times in compute.items()})
-        order = list(reversed(copies_ms))
-        backward = {scope: compute[scope][1] for scope in order}
-        backward_ms = _waits_ms({scope: copies_ms[scope] for scope in order}, backward)
-        more_ms = {scope: (forward_ms[scope], backward_ms[scope]) for scope in copies_ms}
+        forward_ms = _waits_ms(copies_ms, ahead)
+        backward_ms = _waits_ms(dict(reversed(copies_ms.items())), back)
     op_events = []
     for op_event in profile.op_events:
-        waits = more_ms.pop(op_event.call[0], (0.0, 0.0)) if op_event.call[0] is not None else (0.0, 0.0)
+        scope = op_event.call[0]  # its first op event waits
         op_events.append(
             replace(
                 op_event,
-                forward_ms=op_event.forward_ms + waits[0],
-                backward_ms=op_event.backward_ms + waits[1],
+                forward_ms=op_event.forward_ms + forward_ms.pop(scope, 0.0),
+                backward_ms=op_event.backward_ms + backward_ms.pop(scope, 0.0),
                 forward_base_bytes=max(op_event.forward_base_bytes - less, 0),
                 backward_base_bytes=max(op_event.backward_base_bytes - less, 0),
             )
@@ -321,9 +302,8 @@ def with_link_beside_weights(profile: Profile, sizes_bytes: Mapping[Scope, int])
     Weights come in during forward, beside what is swapped out, and during backward, where they take their
     share of the time in which swapped tensors come back.
 
-    Args:
-        profile: a profile whose times include waits for weights, and whose link has its whole rates.
-        sizes_bytes: bytes of each layer's frozen weights on the host; empty: nothing is changed.
+    The times of ``profile`` include waits for weights, and its link has its whole rates. ``sizes_bytes`` are
+    those of each layer's frozen weights on the host; empty: nothing is changed.
     """
     link = profile.link
     if link is None or not sizes_bytes:
@@ -360,8 +340,7 @@ def with_optimizer_in_backward(
         step_scale: what a parameter's step allocates and frees again, as a multiple of its gradient.
     """
     gradients = profile.gradient_bytes
-    order = sorted((item.backward_place, at) for at, item in enumerate(profile.op_events))
-    reached = [at for place, at in order if place >= 0]
+    reached = Places(profile.op_events).order
     more = dict.fromkeys(range(len(profile.op_events)), 0)
     for at, following in zip(reached, [*reached[1:], -1], strict=True):
         made = max(gradients[following] - gradients[at], 0)
@@ -384,14 +363,16 @@ _LEAST_LINK_SHARE = 0.02
 """Least share of the link that is left to swapped tensors: a `Link` has rates above 0."""
 
 
-def _waits_ms(copies_ms: Mapping[Scope, float], compute_ms: Mapping[Scope, float]) -> dict[Scope, float]:
+def _waits_ms(
+    copies_ms: Mapping[Scope, float], compute_ms: Mapping[Scope | None, float]
+) -> dict[Scope | None, float]:
     """Return how long each layer waits for its weights, in the order in which layers run.
 
     The first layers of the window are on the device. Each later copy begins when the layer `LAYERS_AHEAD`
     before its own begins, and ends one after another on the link.
     """
     began: list[float] = []
-    waits: dict[Scope, float] = {}
+    waits: dict[Scope | None, float] = {}
     now_ms = link_ms = 0.0
     for at, (scope, copy_ms) in enumerate(copies_ms.items()):
         arrived_ms = 0.0
@@ -411,12 +392,7 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
     found = [0] * len(profile.gradient_bytes)
     outside = own = flying = scattered = 0
     running: Scope | None = None
-    reached = sorted(
-        (op_event.backward_place, number)
-        for number, op_event in enumerate(profile.op_events)
-        if op_event.backward_place >= 0
-    )
-    numbers = [number for _, number in reached]
+    numbers = Places(profile.op_events).order
     for number, following in zip(numbers, [*numbers[1:], -1], strict=True):
         scope = profile.op_events[number].call[0]
         if isinstance(scope, int) and scope != running:
@@ -433,10 +409,8 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
 
 
 def _passing(baseline: Baseline, scope: Scope | None, path: str) -> int:
-    return max(
-        (size for (at, module), size in baseline.passing.items() if at == scope and is_below(path, module)),
-        default=0,
-    )
+    items = baseline.passing.items()
+    return max((size for (at, root), size in items if at == scope and is_below(path, root)), default=0)
 
 
 def _passing_ms(profile: Profile, baseline: Baseline) -> Iterator[float]:

@@ -20,7 +20,7 @@ is swapped, the peak corrects what is saved.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -33,7 +33,7 @@ from ...plan.wrapper_rules import problems_of_compiled
 from ..cost.compiled_shares import bytes_of_layers, compile_points_of, passing_of
 from ..cost.simulate import predict
 from ..plan_file import Trial
-from ..profile import CompileVariant, FrontierPoint, Prediction, Profile
+from ..profile import FrontierPoint, Prediction, Profile
 
 _FACTORS = 0.2, 5.0
 """The least and largest factor by which one trial changes a point: a disturbed step must not spoil it."""
@@ -48,12 +48,9 @@ one H200, 7B shape: 1.7 times the products at 8,192 tokens, 2.4 at 32,768."""
 
 @dataclass(frozen=True)
 class Shown:
-    """What the steps of a trial have measured.
+    """What the steps of a trial have measured. ``None``: each of them compiled or prepared something.
 
-    Args:
-        step_ms: time of a step in which nothing was compiled or prepared; ``None``: there was none.
-        peak_bytes: the most device memory in use, plus what had to be evicted.
-        offloaded_bytes: bytes that moved to the host.
+    Part of the peak is what had to be evicted.
     """
 
     step_ms: float | None
@@ -71,24 +68,26 @@ def shown_by(trial: Trial) -> Shown:
 
 
 def learned(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
-    """Return ``profile`` with its frontier corrected by a trial; ``profile`` itself if there is no point.
+    """Return ``profile``, by which ``plan`` was found, with its frontier corrected by the plan's trial.
 
-    Args:
-        profile: the profile by which the plan was found.
-        plan: the plan that was tried.
-        shown: what its steps have measured.
+    It is ``profile`` itself if the plan has no point.
     """
     points = dict(compile_points_of(profile, plan))
     if not points:
         return profile
     predicted = predict(profile, plan)
-    factors = (
-        _time_factor(profile, points, predicted, shown),
-        _bytes_factor(profile, plan, points, predicted, shown),
-    )
-    moved = {point.variant: _moved(point, *factors) for point in points.values()}
-    found = replace(profile, frontier=_merged(profile.frontier, moved))
-    return _with_peak(found, plan, shown)
+    time_factor = _time_factor(profile, points, predicted, shown)
+    bytes_factor = _bytes_factor(profile, plan, points, predicted, shown)
+    moved = [
+        replace(
+            point,
+            again=point.again * time_factor,
+            saved=min(point.saved * bytes_factor, 1.0),
+            measured=True,
+        )
+        for point in points.values()
+    ]
+    return _with_peak(_with_points(profile, moved), plan, shown)
 
 
 def _time_factor(
@@ -123,11 +122,6 @@ def _bytes_factor(
     return _clipped((kept_bytes + shown.peak_bytes - predicted.peak_bytes) / kept_bytes)
 
 
-def _moved(point: FrontierPoint, time_factor: float, bytes_factor: float) -> FrontierPoint:
-    saved = min(point.saved * bytes_factor, 1.0)
-    return replace(point, again=point.again * time_factor, saved=saved, measured=True)
-
-
 def _with_peak(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
     """Attribute what is left of the peak's difference to the point of the layer in which the peak is."""
     predicted = predict(profile, plan)
@@ -138,17 +132,13 @@ def _with_peak(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
     point = points[scope]
     passing = point.passing + (shown.peak_bytes - predicted.peak_bytes) / all_bytes
     passing = min(max(passing, -_MOST_PASSING), _MOST_PASSING)
-    return replace(
-        profile, frontier=_merged(profile.frontier, {point.variant: replace(point, passing=passing)})
-    )
+    return _with_points(profile, [replace(point, passing=passing)])
 
 
-def _merged(
-    frontier: tuple[FrontierPoint, ...], moved: Mapping[CompileVariant, FrontierPoint]
-) -> tuple[FrontierPoint, ...]:
-    kept = [moved.get(point.variant, point) for point in frontier]
-    known = {point.variant for point in frontier}
-    return (*kept, *(point for variant, point in moved.items() if variant not in known))
+def _with_points(profile: Profile, points: Iterable[FrontierPoint]) -> Profile:
+    """Return ``profile`` with these points in its frontier, in place of those of equal variants."""
+    frontier = {point.variant: point for point in (*profile.frontier, *points)}
+    return replace(profile, frontier=tuple(frontier.values()))
 
 
 def _clipped(factor: float) -> float:
@@ -158,35 +148,25 @@ def _clipped(factor: float) -> float:
 def variants_of(structure: ModelStructure, root: nn.Module, tokens: int) -> tuple[FrontierPoint, ...]:
     """Return guessed points for layers that are compiled one by one; none if the layers differ.
 
-    Args:
-        structure: structure of the model.
-        root: the model inside its wrappers.
-        tokens: length of a sequence.
+    ``root`` is the model inside its wrappers, ``tokens`` the length of a sequence.
     """
     layers = [layer for layer in structure.layers if layer.compiled]
     if not layers or structure.compiled or not structure.functions_known:
         return ()
     found = [tuple(_points(layer, root.get_submodule(layer.module_path), tokens)) for layer in layers]
-    alike = all(
-        [point.variant for point in points] == [point.variant for point in found[0]] for points in found
-    )
-    return tuple(point for point in found[0] if alike and _is_possible(point, layers, structure))
+    if any([point.variant for point in points] != [point.variant for point in found[0]] for points in found):
+        return ()
 
+    def is_possible(point: FrontierPoint) -> bool:
+        rows = [PlanRow(layer.index, path, "recompute") for layer in layers for path in point.recomputed]
+        return not problems_of_compiled(MemoryPlan(tuple(rows), len(structure.layers)), structure)
 
-def _is_possible(point: FrontierPoint, layers: Iterable[LayerStructure], structure: ModelStructure) -> bool:
-    rows = [PlanRow(layer.index, path, "recompute") for layer in layers for path in point.recomputed]
-    return not problems_of_compiled(MemoryPlan(tuple(rows), len(structure.layers)), structure)
+    return tuple(filter(is_possible, found[0]))
 
 
 @dataclass(frozen=True)
 class _WeightProduct:
-    """A matrix product with a weight.
-
-    Args:
-        key: key of its call.
-        source: key of the call that makes its input.
-        in_features, out_features: sizes of the weight.
-    """
+    """A matrix product with a weight: the key of its call, and of the call that makes its input."""
 
     key: OpKey
     source: OpKey
@@ -213,19 +193,17 @@ def _points(layer: LayerStructure, module: nn.Module, tokens: int) -> Iterator[F
     core = [item for item in attended if is_below(item.source[0], attention[0])]
     again = [item for path in blocks for item in _inside(products, path) if _is_read(layer, item, path)]
     projections = [item for item in attended if item not in core]
-    all_features = _features(products[:-1]) + products[-1].in_features
+    inputs = {item.source: item.in_features for item in products[:-1]}  # saved for each token, once each
+    outputs = sum(item.out_features for item in products[:-1])
+    all_features = sum(inputs.values()) + outputs + products[-1].in_features
     core_features = sum(item.in_features + item.out_features for item in core)
     plus = sum(item.out_features for item in projections)
     core_operations = tokens * sum(item.in_features for item in core)
     unit = sum(item.operations for item in products) * _BESIDE_PRODUCTS + core_operations * _CORE
+    kept_core = (f"{attention[0]}.{ATTENTION_CORE}",)
     for paths, kept, features, runs in (
         (recomputed, (), core_features + plus, again),
-        (
-            (*recomputed, *attention),
-            (f"{attention[0]}.{ATTENTION_CORE}",),
-            core_features,
-            again + projections,
-        ),
+        ((*recomputed, *attention), kept_core, core_features, again + projections),
     ):
         saved = min(features / all_features, 1.0)
         share = sum(item.operations for item in runs) / unit
@@ -238,12 +216,6 @@ def _products(calls: Iterable[Call], module: nn.Module) -> Iterator[_WeightProdu
         weight = getattr(module.get_submodule(path), "weight", None) if name == "linear" else None
         if weight is not None and weight.dim() == 2 and call.inputs:
             yield _WeightProduct(call.key, call.inputs[0], int(weight.shape[1]), int(weight.shape[0]))
-
-
-def _features(products: Sequence[_WeightProduct]) -> int:
-    """Return how many features are saved for each token: each product's input once, and its output."""
-    inputs = {item.source: item.in_features for item in products}
-    return sum(inputs.values()) + sum(item.out_features for item in products)
 
 
 def _inside(products: Iterable[_WeightProduct], path: str) -> list[_WeightProduct]:

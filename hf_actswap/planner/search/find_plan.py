@@ -3,24 +3,18 @@
 1. The step is cut into segments; equal layers share one graph (`layer_graph`).
 2. For each kind of layer, the options that can be part of a best plan are listed (`layer_options`).
 3. A mixed-integer program over the whole step chooses one option for each layer (`layer_milp`).
-4. Windows are chosen for what is swapped, and the plan's rows are written.
+4. The options become the fewest rows that say the same, with windows: device memory is released as soon as a
+   copy out has ended, and copies back start as late as possible. The simulation of the plan without windows
+   says when hooks come, and `engine.windows` chooses from that. Copies that the link cannot bring back in
+   time start when backward begins.
 5. The step is simulated under the plan (`simulate`). If its peak is above the budget, or far below, the
    program gets a smaller or larger budget, and 3 to 5 run again. The best simulated plan wins.
 
 The same input gives the same plan on every rank: the result depends on no clock and no random number.
 
-Turns the chosen options into a plan: the fewest rows that say the same, with windows.
-
-Windows say when swapped tensors move: device memory is released as soon as the copy out has ended, and copies
-back start as late as possible. The simulation of the plan without windows says when hooks come, and
-`engine.windows` chooses from that. What is swapped is decided already, so copies that the link cannot bring
-back in time start when backward begins.
-
-Searches for the plans of a pipeline: one for each stage, within one budget for each device.
-
-Each stage is searched as any model is (`find_plan`), with four differences. All micro-batches in flight hold
-what is kept. They share host memory equally. Swapped tensors of other micro-batches are on the device as far
-as windows reach (`engine.schedule.REACH`). If passes of other micro-batches run between a forward and its
+The stages of a pipeline are searched one by one, with four differences. All micro-batches in flight hold what
+is kept. They share host memory equally. Swapped tensors of other micro-batches are on the device as far as
+windows reach (`engine.schedule.REACH`). If passes of other micro-batches run between a forward and its
 backward, a copy has a whole cycle of the slowest stage (a forward and a backward) instead of its own pass; so
 the link is assumed to be that much faster.
 
@@ -35,6 +29,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...engine.link import Link
 from ...engine.schedule import REACH
@@ -50,46 +45,34 @@ from ..cost.pipeline_step import LONGEST, Pipeline, PipelineStep, SimulatedStage
 from ..cost.simulate import Simulator
 from ..profile import CompileVariant, FrontierPoint, Limits, Prediction, Profile
 from .layer_graph import KEEP, RECOMPUTE, SWAP, Segment, effective_min_bytes, segments_of
-from .layer_milp import Caps, Solution, solve
+from .layer_milp import Solution, solve
 from .layer_options import LinkRate, Option, as_chosen, need_scipy, options_of
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen option of each segment.
-
-    Args:
-        segments: the segments in the order of forward, after `layer_options.as_chosen`.
-        options: the option of each segment.
-    """
-
-    segments: tuple[Segment, ...]
-    options: tuple[Option, ...]
-
-
 def plan_of(
-    choice: Choice, fixed: MemoryPlan, windows: Mapping[OpCall, Sequence[Windows]], min_tensor_bytes: int
+    segments: Sequence[Segment],
+    options: Sequence[Option],
+    fixed: MemoryPlan,
+    windows: Mapping[OpCall, Sequence[Windows]],
+    min_tensor_bytes: int,
 ) -> MemoryPlan:
-    """Return a plan with the rows of ``fixed`` and those that follow from ``choice``.
+    """Return ``fixed`` with the rows that follow from the segments' options, in the order of forward.
 
-    Args:
-        choice: the chosen options.
-        fixed: the fates written by hand; the other fields of this plan are carried over.
-        windows: windows of swapped tensors, by the call that makes them.
-        min_tensor_bytes: smaller tensors are not swapped under the plan.
+    ``windows`` are those of swapped tensors, by the call that makes them.
     """
-    rows: list[PlanRow] = []
-    for segment, option in zip(choice.segments, choice.options, strict=True):
-        rows += _rows(segment, option, windows)
-    order = {row: number for number, row in enumerate(rows)}
-    rows.sort(key=lambda row: (_place(row.scope, fixed.num_layers), order[row]))
-    return replace(fixed, rows=(*fixed.rows, *rows), min_tensor_bytes=min_tensor_bytes)
 
+    def place(row: PlanRow) -> int:
+        if isinstance(row.scope, int):
+            return row.scope
+        return -1 if row.scope == "embedding" else fixed.num_layers
 
-def _place(scope: Scope, num_layers: int) -> int:
-    return scope if isinstance(scope, int) else -1 if scope == "embedding" else num_layers
+    found: list[PlanRow] = []
+    for segment, option in zip(segments, options, strict=True):
+        found += _rows(segment, option, windows)
+    rows = (*fixed.rows, *sorted(found, key=place))
+    return replace(fixed, rows=rows, min_tensor_bytes=min_tensor_bytes)
 
 
 def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Windows]]) -> list[PlanRow]:
@@ -109,10 +92,10 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Wi
             continue
         if len(fates) == 1 and len(free_calls) == len(calls):
             found = [window for maker, _ in free_calls for window in windows.get(maker, ())]
-            rows.append(PlanRow(scope, path, _FATES[fates.pop()], windows=widest(found)))
+            rows.append(PlanRow(scope, path, _FATES[fates.pop()], windows=_widest(found)))
         else:
             rows += [
-                PlanRow(scope, path, _FATES[fate], maker[2], widest(windows.get(maker, ())))
+                PlanRow(scope, path, _FATES[fate], maker[2], _widest(windows.get(maker, ())))
                 for maker, fate in free_calls
                 if fate != KEEP
             ]
@@ -122,7 +105,6 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Wi
 
 
 def _with_compiler_rows(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
-    """Return the rows of a compiled layer with those added that tell the compiler what to save."""
     given: list[PlanRow] = []
     if point.share < 1:
         parameters = {COMPILE_BUDGET: point.share}
@@ -135,8 +117,7 @@ def _with_compiler_rows(rows: Sequence[PlanRow], layer: int, point: FrontierPoin
     return [*given, *rows]
 
 
-def widest(windows: Sequence[Windows]) -> Windows | None:
-    """Return windows that are wide enough for all; ``None``: there are none."""
+def _widest(windows: Sequence[Windows]) -> Windows | None:
     if not windows:
         return None
     return Windows(max(item.prefetch_ops for item in windows), max(item.release_ops for item in windows))
@@ -161,11 +142,7 @@ _MOST_SHARES = 96
 class Found:
     """A plan that was found, with its prediction.
 
-    Args:
-        plan: has the rows written by hand, and those that were found.
-        prediction: its prediction.
-        bound_ms: a lower bound of the step's time under any plan, as the integer program counts it.
-        seconds: duration of the search.
+    ``bound_ms`` is a lower bound of the step's time under any plan, as the integer program counts it.
     """
 
     plan: MemoryPlan
@@ -199,7 +176,7 @@ def find_plan(
     Args:
         profile: profile of the step without a policy.
         fixed: fates that the user wrote; they are not decided again.
-        limits: the limits.
+        limits: what the plan must keep within.
         safety: copies are assumed to take this many times as long as the link says.
         rounds: the most programs that are solved to come near the budget.
         without: variants of compiled layers (`FrontierPoint.variant`) that are left out.
@@ -219,19 +196,14 @@ def find_plan(
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
-    """Return the least peak in bytes that the search reaches, with the arguments of `least_peak`."""
+    """Return the peak of `least_peak`, in bytes."""
     return least_peak(profile, fixed, limits).peak_bytes
 
 
 def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Prediction:
     """Return the predicted step with the least peak that the search reaches, however long it takes.
 
-    Args:
-        profile, fixed: as in `find_plan`.
-        limits: the limits; ``device_bytes`` is ignored.
-
-    Raises:
-        PlanError: scipy is missing.
+    The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
     """
     return Search(profile, fixed, limits, SAFETY).least().prediction
 
@@ -244,37 +216,22 @@ def candidates(
     They are found under different assumptions: slower links, a smaller budget, no swap at all. If the machine
     is not as the profile says, another plan than the first may be best on it.
 
-    Args:
-        profile, fixed, limits: as in `find_plan`.
-        count: the most plans.
-        first: what `find_plan` returns for these, where it is known already.
-
-    Raises:
-        BudgetError: nothing fits.
-        PlanError: scipy is missing.
+    Arguments and errors are those of `find_plan`; ``first`` is what it returns, where that is known already.
     """
     found = [first or find_plan(profile, fixed, limits)]
-    left_out = _variants_of_others(profile, found)
     for other, safety in _variations(limits):
         if len(found) >= count:
             break
+        points = [point for item in found for _, point in compile_points_of(profile, item.plan)]
+        guessed = {point.variant for point in points if not point.measured}  # trials will measure them
         try:
-            more = find_plan(
-                profile, fixed, other, safety, _ROUNDS_OF_OTHERS, next(left_out), search_least=False
-            )
+            more = find_plan(profile, fixed, other, safety, _ROUNDS_OF_OTHERS, guessed, search_least=False)
         except BudgetError:
             continue
         if all(more.plan.rows != known.plan.rows for known in found):
             found.append(more)
     first, *others = found
     return [first, *sorted(others, key=lambda item: item.prediction.step_ms)]
-
-
-def _variants_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[CompileVariant]]:
-    """Yield the variants to leave out next: guessed ones that a trial of an earlier plan will measure."""
-    while True:
-        points = [point for item in found for _, point in compile_points_of(profile, item.plan)]
-        yield {point.variant for point in points if not point.measured}
 
 
 def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
@@ -288,11 +245,7 @@ def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
 
 
 class Search:
-    """The searches for one profile, one set of fixed rows and one set of limits, with what they share.
-
-    Args:
-        profile, fixed, limits, safety, without: as in `find_plan`.
-    """
+    """The searches with one set of arguments of `find_plan`, and what they share."""
 
     def __init__(
         self,
@@ -314,12 +267,11 @@ class Search:
         self.segments = segments_of(replace(profile, link=link), fixed, limits)
         self._simulator = Simulator(profile)
         self._solved: dict[int | None, Solution | None] = {}
-        self._options: list[list[Option]] = []
         self._simulations: list[_Tried] = []
         self._points = tuple(point for point in offered_points(profile) if point.variant not in without)
 
     def best(self, rounds: int = _ROUNDS, search_least: bool = True) -> _Tried:
-        """Return the fastest plan that fits; ``rounds`` and ``search_least`` are those of `find_plan`."""
+        """Return the fastest plan that fits."""
         limit = self._limits.device_bytes
         unplanned = self._simulated(self._fixed, None)
         if unplanned.prediction.peak_bytes <= limit:
@@ -338,18 +290,14 @@ class Search:
         Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
         has named suffices in the next run too, although its measured times differ.
         """
-        if self._profile.link is None and any(
-            op_event.forward_ms != 1.0 for op_event in self._profile.op_events
-        ):
-            timeless = (
-                replace(op_event, forward_ms=1.0, backward_ms=1.0) for op_event in self._profile.op_events
-            )
-            profile = replace(self._profile, op_events=tuple(timeless))
+        op_events = self._profile.op_events
+        if self._profile.link is None and any(op_event.forward_ms != 1.0 for op_event in op_events):
+            timeless = tuple(replace(op_event, forward_ms=1.0, backward_ms=1.0) for op_event in op_events)
+            profile = replace(self._profile, op_events=timeless)
             return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan, None)
         unplanned = self._simulated(self._fixed, None)
         tried = [unplanned]
-        solution = self._solution(None)
-        if solution is not None:
+        if (solution := self._solution(None)) is not None:
             tried += self._plans_of(solution)
         least = min(tried, key=_peak_bytes)
         for _ in range(_LEAST_ROUNDS):
@@ -384,48 +332,38 @@ class Search:
 
     def _solution(self, device_bytes: int | None) -> Solution | None:
         if device_bytes not in self._solved:
-            limits = self._limits
-            caps = Caps(
-                device_bytes,
-                limits.host_bytes,
-                limits.swap_bucket_bytes,
-                limits.layers_per_stage,
-                limits.waiting,
-                limits.resident,
+            self._solved[device_bytes] = solve(
+                self.segments, self._options, self._link_rate, self._limits, device_bytes
             )
-            self._solved[device_bytes] = solve(self.segments, self._variants(), self._link_rate, caps)
         return self._solved[device_bytes]
 
-    def _variants(self) -> list[list[Option]]:
-        if not self._options:
-            known: dict[tuple[int, bool], list[Option]] = {}
-            shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
-            for segment in self.segments:
-                points = self._points if self._is_free(segment.layer) else ()
-                key = id(segment.graph), bool(points)
-                if key not in known:
-                    known[key] = options_of(segment.graph, self._link_rate, shares, points)
-                self._options.append(known[key])
-        return self._options
-
-    def _is_free(self, layer: int) -> bool:
-        """Return whether this is a compiled layer for which nothing is written by hand."""
-        rows = (row for row in self._fixed.rows if row.scope == layer and row.op_path != OUTPUT)
-        return layer in self._profile.compiled_layers and not any(rows)
+    @cached_property
+    def _options(self) -> list[list[Option]]:
+        written = {row.scope for row in self._fixed.rows if row.op_path != OUTPUT}
+        free = self._profile.compiled_layers - written
+        found: list[list[Option]] = []
+        known: dict[tuple[int, bool], list[Option]] = {}
+        shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
+        for segment in self.segments:
+            points = self._points if segment.layer in free else ()
+            key = id(segment.graph), bool(points)
+            if key not in known:
+                known[key] = options_of(segment.graph, self._link_rate, shares, points)
+            found.append(known[key])
+        return found
 
     def _plans_of(self, solution: Solution) -> list[_Tried]:
         """Return the plan of a solution, then the same plan with shorter windows."""
-        segments = map(as_chosen, self.segments, solution.options)
-        choice = Choice(tuple(segments), solution.options)
-        return [self._with_windows(choice, solution, link_rate) for link_rate in self._link_rates]
-
-    def _with_windows(self, choice: Choice, solution: Solution, link_rate: LinkRate) -> _Tried:
-        opened = plan_of(choice, self._fixed, {}, self._min_bytes)
-        windows = self._simulator.windows_of(opened, link_rate)
-        plan = plan_of(choice, self._fixed, windows, self._min_bytes)
-        if not self._profile.compiled_layers:
-            plan = replace(keep_what_costs(plan, self._profile.saved), adjustments=plan.adjustments)
-        return self._simulated(plan, solution)
+        segments, options = list(map(as_chosen, self.segments, solution.options)), solution.options
+        opened = plan_of(segments, options, self._fixed, {}, self._min_bytes)
+        tried = []
+        for link_rate in self._link_rates:
+            windows = self._simulator.windows_of(opened, link_rate)
+            plan = plan_of(segments, options, self._fixed, windows, self._min_bytes)
+            if not self._profile.compiled_layers:
+                plan = replace(keep_what_costs(plan, self._profile.saved), adjustments=plan.adjustments)
+            tried.append(self._simulated(plan, solution))
+        return tried
 
     def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:
         moved = self._limits.frees_optimizer_states
@@ -454,14 +392,7 @@ _SLOWER = 0.75
 
 @dataclass
 class _Searched:
-    """One stage while it is searched.
-
-    Args:
-        stage: the stage.
-        fixed: fates that are decided already.
-        limits: limits of its search; the budget changes from round to round.
-        rate_share: share of the link's rate that the search assumes.
-    """
+    """One stage while it is searched; its limits and the assumed share of its link change between rounds."""
 
     stage: SimulatedStage
     fixed: MemoryPlan
@@ -471,9 +402,7 @@ class _Searched:
     def search(self, cycle_ms: float, crosses: bool) -> MemoryPlan:
         """Return the fastest plan that fits, or else the one with the least peak.
 
-        Args:
-            cycle_ms: time of a forward and a backward of the slowest stage.
-            crosses: whether windows reach into other passes.
+        ``cycle_ms`` is the time of a forward and a backward of the slowest stage.
         """
         stage, profile = self.stage, self.stage.profile
         between = crosses and stage.in_flight > 1
@@ -496,9 +425,7 @@ class _Searched:
         """Correct budget and assumed rate by a simulated step; return whether to search the stage again.
 
         Args:
-            plan: the stage's plan in that step.
             excess_bytes: by how much its peak exceeded the budget; negative: it was below.
-            run: what the stage did in that step.
             cycles_ms: time of all micro-batches on the slowest stage, without waits for copies.
         """
         too_small = excess_bytes < -_NEAR_A_STAGE * self.limits.device_bytes and plan.rows != self.fixed.rows
@@ -514,13 +441,11 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
     """Return the fastest step that was found within the limits.
 
     Args:
-        pipeline: the stages.
         fixed: fates that the user wrote, by stage.
         limits: limits of each device.
 
     Raises:
         BudgetError: for some stage no plan was found that fits; the error names the least peak of each.
-        PlanError: scipy is missing.
     """
     budget, moved = limits.device_bytes, limits.frees_optimizer_states
     found = [pipeline.step(fixed, moved)]

@@ -5,8 +5,6 @@ belongs to the segment that makes it. The hidden state that a layer hands on bel
 it, because only there it is known whether anything holds it. All numbers in a graph count from the segment's
 own start, so that layers of the same kind have equal graphs and share what is computed for one.
 
-Builds the graphs of a step's segments from its profile.
-
 Recomputation follows the rule of `plan.settle`: what autograd saves of the results of a call that runs again
 is dropped, and the inputs of the call are held in its place, unless they are rebuilt too.
 """
@@ -20,8 +18,8 @@ from itertools import accumulate
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
-from ...plan.saved_bytes import OpCall, RecomputedModules, SavedStorage, Use
-from ..profile import Limits, OpEvent, Profile, event_of
+from ...plan.saved_bytes import OpCall, RecomputedModules, Use
+from ..profile import Limits, OpEvent, Places, Profile, event_of
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""
@@ -36,7 +34,6 @@ class GraphCall:
 
     Args:
         from_before: whether it runs before the segment, and hands its hidden state to it.
-        path, ordinal: op path and number of the call, as in plan rows.
         fates: possible fates of the storages that it makes (letters of `KEEP`, `SWAP`, `RECOMPUTE`); if there
             is one only, it is decided already.
         place: number of its op event in the segment; -1: it has none.
@@ -54,7 +51,6 @@ class GraphStorage:
     """A storage of a segment.
 
     Args:
-        size_bytes: size of the whole storage.
         born, last_used: numbers of the op events of its first and last use in forward.
         saved: pairs (number of the op event whose nodes read it in backward, number of its maker's call).
         moves: whether a swap moves it: it is not too small.
@@ -71,15 +67,13 @@ class GraphStorage:
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """One kind of segment.
+    """One kind of segment. Times and base bytes are those of each op event.
 
     Args:
         calls: the calls that make storages.
-        storages: the storages of the segment.
         reads: for each call its inputs when it runs again: (storage number, number of its maker's call).
-        forward_ms, backward_ms: times of each op event.
         backward_order: numbers of op events in the order of backward.
-        forward_base_bytes, backward_base_bytes: base bytes of each op event, beyond the segment's least.
+        forward_base_bytes, backward_base_bytes: beyond the segment's least.
         whole: whether the segment can be recomputed as a whole.
     """
 
@@ -105,7 +99,6 @@ class Segment:
 
     Args:
         layer: index of its layer; -1: before the layers; the number of layers: after them.
-        graph: the graph of its kind.
         makers: for each call of the graph, its name in plan rows.
         forward_base_bytes, backward_base_bytes: the least base bytes while it runs.
     """
@@ -161,22 +154,13 @@ def _mean(graphs: list[LayerGraph]) -> LayerGraph:
 def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Segment]:
     """Return the segments in the order of forward, equal graphs shared.
 
-    Args:
-        profile: profile of the step.
-        fixed: fates that are decided already.
-        limits: of these, the size of the smallest tensor that moves, and whether optimizer states are away.
+    Of ``limits`` only ``min_tensor_bytes`` and ``frees_optimizer_states`` count.
     """
-    states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
     whose = list(_segment_of_events(profile))
     uses = _UsesBySegment(profile, whose)
     recomputed = RecomputedModules(fixed, profile.saved.modules)
-    found = [
-        _Builder(
-            profile, recomputed, limits, layer, [i for i, other in enumerate(whose) if other == layer], uses
-        ).segment(states)
-        for layer in sorted(set(whose))
-    ]
-    return grouped(found)
+    layers = sorted(set(whose))
+    return grouped([_Builder(profile, recomputed, limits, layer, uses).segment() for layer in layers])
 
 
 def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
@@ -203,27 +187,22 @@ class _UsesBySegment:
 
     def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
         self._last_orders = list(accumulate((op_event.last_order for op_event in profile.op_events), max))
-        self._segment_of_events = whose
+        self.segment_of_events = whose
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         self.shared: set[int] = set()
         for number, storage in enumerate(profile.saved.storages):
-            self._sort(number, storage, profile.num_layers)
-
-    def _sort(self, number: int, storage: SavedStorage, num_layers: int) -> None:
-        readers: set[int] = set()
-        for use in storage.uses:
-            op_event = self.op_event(use)
-            segment = self._segment_of_events[op_event]
-            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
-            if use.kind == "saved" and not is_handed_on(use.producer):
-                home = use.producer[0]
-                readers.add(segment)
-                readers.add(home if isinstance(home, int) else segment)
-        if len(readers) > 1:
-            self.shared.add(number)
+            readers: set[int] = set()
+            for use in storage.uses:
+                op_event = self.op_event(use)
+                segment = whose[op_event]
+                self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
+                if use.kind == "saved" and not is_handed_on(use.producer):
+                    home = use.producer[0]
+                    readers |= {segment, home if isinstance(home, int) else segment}
+            if len(readers) > 1:
+                self.shared.add(number)
 
     def op_event(self, use: Use) -> int:
-        """Return the number of the op event of a use."""
         return event_of(self._last_orders, use.order)
 
 
@@ -233,22 +212,19 @@ def is_handed_on(producer: OpCall) -> bool:
 
 
 class _Builder:
-    """Builds the graph of one segment; ``op_events`` are the numbers of its op events."""
-
     def __init__(
         self,
         profile: Profile,
         recomputed: RecomputedModules,
         limits: Limits,
         layer: int,
-        op_events: list[int],
         uses: _UsesBySegment,
     ) -> None:
         self._profile, self._recomputed, self._limits, self._layer = profile, recomputed, limits, layer
-        self._fixed = recomputed.plan
-        self._op_events: list[OpEvent] = [profile.op_events[index] for index in op_events]
-        self._local = {index: place for place, index in enumerate(op_events)}
-        self._uses = uses
+        self._fixed, self._uses = recomputed.plan, uses
+        numbers = [number for number, whose in enumerate(uses.segment_of_events) if whose == layer]
+        self._op_events: list[OpEvent] = [profile.op_events[number] for number in numbers]
+        self._local = {number: place for place, number in enumerate(numbers)}
         self._is_layer = 0 <= layer < profile.num_layers
         self._min_bytes = effective_min_bytes(self._fixed, limits)
         self._makers: dict[OpCall, int] = {}
@@ -260,7 +236,7 @@ class _Builder:
         self._spoiled: set[OpCall] = set()
         self._swappable: set[OpCall] = set()
 
-    def segment(self, states_bytes: int) -> Segment:
+    def segment(self) -> Segment:
         uses = self._uses.by_segment.get(self._layer, {})
         self._look(uses)
         storages: list[GraphStorage] = []
@@ -269,22 +245,21 @@ class _Builder:
             storage = self._storage(number, found, len(storages), reads)
             if storage is not None:
                 storages.append(storage)
-        forward = [max(op_event.forward_base_bytes - states_bytes, 0) for op_event in self._op_events]
-        backward = [max(op_event.backward_base_bytes - states_bytes, 0) for op_event in self._op_events]
-        backward_order = [
-            place for place, op_event in enumerate(self._op_events) if op_event.backward_place >= 0
-        ]
-        backward_order.sort(key=lambda place: self._op_events[place].backward_place)
+        op_events = self._op_events
+        states = self._profile.optimizer_state_bytes if self._limits.frees_optimizer_states else 0
+        forward = [max(op_event.forward_base_bytes - states, 0) for op_event in op_events]
+        backward = [max(op_event.backward_base_bytes - states, 0) for op_event in op_events]
+        backward_order = Places(op_events).order
         least_forward = min(forward, default=0)
         least_backward = min((backward[place] for place in backward_order), default=0)
-        numbers, calls, kept, kept_reads = _useful(self._calls, storages, reads)
+        numbers, kept, kept_reads = _useful(self._calls, storages, reads)
         makers = list(self._makers)
         graph = LayerGraph(
-            calls,
+            tuple(self._calls[number] for number in numbers),
             kept,
             kept_reads,
-            tuple(op_event.forward_ms for op_event in self._op_events),
-            tuple(op_event.backward_ms for op_event in self._op_events),
+            tuple(op_event.forward_ms for op_event in op_events),
+            tuple(op_event.backward_ms for op_event in op_events),
             tuple(backward_order),
             tuple(size - least_forward for size in forward),
             tuple(max(size - least_backward, 0) for size in backward),
@@ -320,8 +295,9 @@ class _Builder:
         index: int,
         reads: dict[int, dict[tuple[int, int], None]],
     ) -> GraphStorage | None:
-        foreign = number in self._uses.shared and self._home(found[0][1].producer) != self._layer
-        if foreign:
+        producer = found[0][1].producer
+        mine, shared = self._home(producer) == self._layer, number in self._uses.shared
+        if shared and not mine:
             return None  # it counts in the segment that makes it, where it stays
         places = [self._local[op_event] for op_event, _ in found]
         saved: list[tuple[int, int]] = []
@@ -335,14 +311,14 @@ class _Builder:
                 saved.append((place, maker))
             elif (reader := self._reader(use)) is not None and reader != maker:
                 reads.setdefault(reader, {})[index, maker] = None
-        if number in self._uses.shared:
-            saved.append((len(self._op_events) - 1, self._maker(found[0][1].producer, True)))
+        if shared:
+            saved.append((len(self._op_events) - 1, self._maker(producer, True)))
         storage = self._profile.saved.storages[number]
         goes_on = any(self._uses.op_event(use) not in self._local for use in storage.uses[-1:])
         moved = max((use.size_bytes for _, use in found), default=0)
         return GraphStorage(
             storage.size_bytes,
-            0 if self._home(found[0][1].producer) != self._layer else min(places),
+            min(places) if mine else 0,
             len(self._op_events) - 1 if goes_on else max(places),
             tuple(dict.fromkeys(saved)),
             moved >= self._min_bytes,
@@ -413,13 +389,12 @@ def _useful(
     calls: Sequence[GraphCall],
     storages: Sequence[GraphStorage],
     reads: Mapping[int, Mapping[tuple[int, int], None]],
-) -> tuple[
-    list[int], tuple[GraphCall, ...], tuple[GraphStorage, ...], tuple[tuple[tuple[int, int], ...], ...]
-]:
-    """Leave out storages that nothing can hold, and calls that make only such; number the rest anew."""
-    wanted = {
-        pair for number, storage in enumerate(storages) for pair in ((number, m) for _, m in storage.saved)
-    }
+) -> tuple[list[int], tuple[GraphStorage, ...], tuple[tuple[tuple[int, int], ...], ...]]:
+    """Leave out storages that nothing can hold, and calls that make only such; number the rest anew.
+
+    Returns the numbers of the calls that remain, the storages, and the reads of these calls.
+    """
+    wanted = {(number, maker) for number, storage in enumerate(storages) for _, maker in storage.saved}
     open_ = sorted(wanted)
     while open_:
         _, maker = open_.pop()
@@ -446,4 +421,4 @@ def _useful(
         )
         for number in numbers
     )
-    return numbers, tuple(calls[number] for number in numbers), kept_storages, kept_reads
+    return numbers, kept_storages, kept_reads

@@ -11,8 +11,8 @@ Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes
 * Forward of l: K(l) + bytes in the backlog + the option's peak <= budget.
 * Backward of l: K(l) + bytes that are back already for the layers before + the option's peak <= budget.
 * Bytes on the host, and bytes swapped in each stage.
-* On a stage of a pipeline, what other micro-batches hold adds to both peaks: `Caps.waiting` times K at the
-  end of forward, and `Caps.resident` times what is swapped.
+* On a stage of a pipeline, what other micro-batches hold adds to both peaks: `Limits.waiting` times K at the
+  end of forward, and `Limits.resident` times what is swapped.
 
 The linear program without integers gives the bound. It also tells which options are worth a variable, and in
 which variants layers are compiled: each costs the compiler 10 to 30 seconds, so a plan has at most
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..profile import CompileVariant
+from ..profile import CompileVariant, Limits
 from .layer_graph import Segment
 from .layer_options import LinkRate, Option, need_scipy
 
@@ -54,66 +54,37 @@ _POINTS_GAP, _POINTS_NODES = 0.005, 1
 
 
 @dataclass(frozen=True)
-class Caps:
-    """Limits of a solution.
-
-    Args:
-        device_bytes: the most device memory at any time; ``None``: use as little as possible, at any cost.
-        host_bytes: the most host memory in all; ``None``: no cap.
-        stage_bytes: the most bytes swapped in each stage of ``layers_per_stage`` layers; ``None``: no cap.
-        layers_per_stage: decoder layers of a stage.
-        waiting, resident: memory of a pipeline's other micro-batches, as in `Limits`.
-    """
-
-    device_bytes: int | None
-    host_bytes: int | None
-    stage_bytes: int | None
-    layers_per_stage: int
-    waiting: float = 0.0
-    resident: float = 0.0
-
-
-@dataclass(frozen=True)
 class Solution:
-    """One option for each segment.
+    """One option for each segment, with its cost: recomputation and stalls, as the program counts them.
 
-    Args:
-        options: the chosen options, in the order of the segments.
-        cost_ms: time of recomputation and stalls, as the program counts them.
-        bound_ms: a lower bound: no solution costs less.
-        device_bytes: peak of device memory, as the program counts it.
-        columns: number of integer variables.
+    No solution costs less than ``bound_ms``; ``columns`` is the number of integer variables.
     """
 
     options: tuple[Option, ...]
     cost_ms: float
     bound_ms: float
-    device_bytes: float
     columns: int
 
 
 def solve(
-    segments: Sequence[Segment], options: Sequence[Sequence[Option]], link_rate: LinkRate, caps: Caps
+    segments: Sequence[Segment],
+    options: Sequence[Sequence[Option]],
+    link_rate: LinkRate,
+    limits: Limits,
+    device_bytes: int | None,
 ) -> Solution | None:
-    """Return the cheapest choice within the caps, or ``None`` if there is none.
+    """Return the cheapest choice of one option for each segment, or ``None`` if none is within the limits.
 
-    Args:
-        segments: the segments in the order of forward.
-        options: the options of each segment.
-        link_rate: rates of copies.
-        caps: the limits.
-
-    Raises:
-        PlanError: scipy is missing.
+    In place of ``limits.device_bytes`` stands ``device_bytes``; ``None``: as little as possible, at any cost.
     """
     need_scipy()
-    program = _Program(segments, options, link_rate, caps)
+    program = _Program(segments, options, link_rate, limits, device_bytes)
     relaxed = program.relaxed()
     if relaxed is None:
         return None
     bound, reduced, shares = relaxed
     if sum(map(len, few := _of_few_variants(options, shares))) < program.columns:
-        program = _Program(segments, options := few, link_rate, caps)
+        program = _Program(segments, options := few, link_rate, limits, device_bytes)
         if (relaxed := program.relaxed()) is None:
             return None
         reduced = relaxed[1]
@@ -121,12 +92,12 @@ def solve(
         program = program.with_columns(reduced)
     chosen = program.solved(bound)
     if chosen is None and program.columns < sum(len(variants) for variants in options):
-        program = _Program(segments, options, link_rate, caps)  # options that were left out are needed
+        # Options that were left out are needed.
+        program = _Program(segments, options, link_rate, limits, device_bytes)
         chosen = program.solved(bound)
     if chosen is None:
         return None
-    picked, cost, device_mib = chosen
-    return Solution(picked, cost, bound, device_mib * MIB, program.columns)
+    return Solution(*chosen, bound, program.columns)
 
 
 def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
@@ -149,10 +120,12 @@ class _Program:
         segments: Sequence[Segment],
         options: Sequence[Sequence[Option]],
         link_rate: LinkRate,
-        caps: Caps,
+        limits: Limits,
+        device_bytes: int | None,
         some: bool = False,
     ) -> None:
-        self._segments, self._options, self._link_rate, self._caps = segments, options, link_rate, caps
+        self._segments, self._options, self._link_rate = segments, options, link_rate
+        self._limits, self._device_bytes = limits, device_bytes
         exact = sum(len(variants) for variants in options) <= _EXACT_COLUMNS and not some
         self._step_gap, self._nodes = STEP_GAP, 10**6 if exact else _NODES
         if any(option.point is not None for option in itertools.chain(*options)):
@@ -163,7 +136,7 @@ class _Program:
         self._backlog = self.columns + count + 1
         self._lead = self._backlog + count + 1
         self._device = self._lead + count + 1
-        self._others = [self._device + 1] if caps.waiting or caps.resident else []
+        self._others = [self._device + 1] if limits.waiting or limits.resident else []
         self._width = self._device + 1 + len(self._others)
         self._rows: list[dict[int, float]] = []
         self._low: list[float] = []
@@ -195,7 +168,7 @@ class _Program:
         )
         if found.status != 0:
             return None
-        bound = 0.0 if self._caps.device_bytes is None else self._cost_ms(found.x)
+        bound = 0.0 if self._device_bytes is None else float(self._times() @ found.x)
         return bound, np.asarray(found.lower.marginals[: self.columns]), found.x[: self.columns]
 
     def with_columns(self, reduced: np.ndarray) -> _Program:
@@ -206,18 +179,17 @@ class _Program:
             costs = reduced[self._starts[place] : self._starts[place + 1]]
             order = np.argsort(costs, kind="stable")[:most]
             fewer.append([variants[at] for at in sorted(order)])
-        return _Program(self._segments, fewer, self._link_rate, self._caps, some=True)
+        return _Program(self._segments, fewer, self._link_rate, self._limits, self._device_bytes, some=True)
 
-    def solved(self, bound: float) -> tuple[tuple[Option, ...], float, float] | None:
-        """Return the chosen options, their cost in ms, and memory in MiB; ``None``: there is no solution.
+    def solved(self, bound: float) -> tuple[tuple[Option, ...], float] | None:
+        """Return the chosen options, and their cost in ms; ``None``: there is no solution.
 
-        Args:
-            bound: a lower bound of the cost in ms.
+        ``bound`` is a lower bound of the cost in ms.
         """
         compute_ms = sum(sum(item.graph.forward_ms) + sum(item.graph.backward_ms) for item in self._segments)
         slack_ms = self._step_gap * compute_ms
         share = slack_ms / (max(bound, 0.0) + slack_ms) if slack_ms > 0 else 0.0
-        gap = max(GAP, share) if self._caps.device_bytes is not None else 5 * 1e-3
+        gap = max(GAP, share) if self._device_bytes is not None else 5 * 1e-3
         matrix, low, high = self._matrix()
         integral = (np.arange(self._width) < self.columns).astype(float)
         # HiGHS may print a line for its developers from C, whatever its options say (scipy 1.17). It is let
@@ -235,10 +207,10 @@ class _Program:
         for place, variants in enumerate(self._options):
             shares = found.x[self._starts[place] : self._starts[place + 1]]
             picked.append(variants[int(np.argmax(shares))])
-        return tuple(picked), self._cost_ms(found.x), float(found.x[self._device])
+        return tuple(picked), float(self._times() @ found.x)
 
     def _flow(self, place: int, segment: Segment) -> None:
-        """Add rows for a segment's choice of one option, and for its recursions of K, B and N."""
+        """Add rows for the choice of one option, and for the recursions of K, B and N."""
         graph = segment.graph
         kept, backlog, lead = self._kept + place, self._backlog + place, self._lead + place
         self._row(self._each(place, lambda option: 1.0), 1.0, 1.0)
@@ -253,7 +225,6 @@ class _Program:
         self._row({lead + 1: 1.0, **self._each(place, lambda option: -option.lead_ms)}, 0.0, np.inf)
 
     def _memory(self, place: int, segment: Segment) -> None:
-        """Add rows for a segment's peaks in forward and in backward."""
         kept, out, back = self._kept + place, self._backlog + place, self._lead + place
         base = segment.forward_base_bytes / MIB
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
@@ -267,29 +238,29 @@ class _Program:
             self._row({**row, **peaks}, -np.inf, 0.0)
 
     def _shared_caps(self) -> None:
-        caps, count = self._caps, len(self._segments)
-        if caps.host_bytes is not None:
-            row: dict[int, float] = {}
-            for place in range(count):
-                row.update(self._each(place, lambda option: option.swapped_bytes / MIB))
-            self._row(row, -np.inf, caps.host_bytes / MIB)
+        limits = self._limits
+        swapped: dict[int, float] = {}
+        for place in range(len(self._segments)):
+            swapped.update(self._each(place, lambda option: option.swapped_bytes / MIB))
+        if limits.host_bytes is not None:
+            self._row(swapped, -np.inf, limits.host_bytes / MIB)
         for others in self._others:
-            row = {others: 1.0, self._kept + count: -caps.waiting}
-            for place in range(count):
-                row.update(self._each(place, lambda option: -caps.resident * option.swapped_bytes / MIB))
-            self._row(row, 0.0, 0.0)
-        if caps.stage_bytes is None:
+            moved = swapped.items() if limits.resident else ()
+            resident = {column: -limits.resident * size for column, size in moved}
+            kept_in_all = self._kept + len(self._segments)
+            self._row({others: 1.0, kept_in_all: -limits.waiting, **resident}, 0.0, 0.0)
+        if limits.swap_bucket_bytes is None:
             return
         stages: dict[int, dict[int, float]] = {}
         for place, segment in enumerate(self._segments):
             own = self._each(place, lambda option: (option.swapped_bytes - option.swapped_input_bytes) / MIB)
             input_ = self._each(place, lambda option: option.swapped_input_bytes / MIB)
             for layer, row in ((segment.layer, own), (max(segment.layer - 1, 0), input_)):
-                stage = stages.setdefault(layer // caps.layers_per_stage, {})
+                stage = stages.setdefault(layer // limits.layers_per_stage, {})
                 for column, size in row.items():
                     stage[column] = stage.get(column, 0.0) + size
         for row in stages.values():
-            self._row(row, -np.inf, caps.stage_bytes / MIB)
+            self._row(row, -np.inf, limits.swap_bucket_bytes / MIB)
 
     def _each(self, place: int, value: Callable[[Option], float]) -> dict[int, float]:
         start = int(self._starts[place])
@@ -315,26 +286,23 @@ class _Program:
         high[: self.columns] = 1.0
         for first in (self._kept, self._backlog, self._lead):
             high[first] = 0.0  # nothing is kept or copied before the first segment
-        if self._caps.device_bytes is not None:
-            high[self._device] = self._caps.device_bytes / MIB
+        if self._device_bytes is not None:
+            high[self._device] = self._device_bytes / MIB
         return Bounds(low, high)
 
     def _costs(self) -> np.ndarray:
         costs = self._times()
-        if self._caps.device_bytes is None:
+        if self._device_bytes is None:
             costs *= 1e-4
             costs[self._device] = 1.0
         return costs
 
     def _times(self) -> np.ndarray:
         times = np.zeros(self._width)
-        times[: self.columns] = [option.extra_ms for variants in self._options for option in variants]
-        times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
         # Among equal options the one that moves less wins.
-        times[: self.columns] += [
-            1e-6 * (option.out_ms + option.in_ms) for variants in self._options for option in variants
+        times[: self.columns] = [
+            option.extra_ms + 1e-6 * (option.out_ms + option.in_ms)
+            for option in itertools.chain(*self._options)
         ]
+        times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
         return times
-
-    def _cost_ms(self, values: np.ndarray) -> float:
-        return float(self._times() @ values)

@@ -7,17 +7,13 @@ all that a mixture over many layers needs (the lower hull of time against bytes)
 of what is held are swapped. For a layer with few calls all combinations are listed instead. A compiled layer
 has options for each point of its frontier (`FrontierPoint`) beside those of its default compilation.
 
-Computes what one combination of fates costs a layer: a walk through its forward and its backward.
+In the network of a cut, calls on the source's side run again, and cost their time (an edge to the sink). A
+storage that is read in backward, or by a call that runs again, costs its bytes times the price, unless its
+maker runs again too (an edge to the maker). So a cut is a consistent choice, and its capacity its cost.
 
-Backward runs one op event after the other. What its nodes read is held, fetched back, or rebuilt at the first
-need, together with the inputs that rebuilding needs. One walk gives the time of what runs again, the bytes
-that stay, when copies can start and must have ended, and the most bytes alive at once.
-
-Finds which calls of a layer to run again, for every price of a held byte: minimum cuts.
-
-Calls on the source's side of a cut run again, and cost their time (an edge to the sink). A storage that is
-read in backward, or by a call that runs again, costs its bytes times the price, unless its maker runs again
-too (an edge to the maker). So a cut is a consistent choice, and its capacity is the cost of that choice.
+What a combination costs follows from a walk through the layer's backward: what the nodes of an op event read
+is held, fetched back, or rebuilt at the first need, together with the inputs that rebuilding needs. The walk
+gives the time of what runs again, the bytes that stay, when copies can start and must end, and the peak.
 """
 
 from __future__ import annotations
@@ -38,12 +34,7 @@ from .layer_graph import KEEP, RECOMPUTE, SWAP, GraphStorage, LayerGraph, Segmen
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """Assumed rates of copies; both 0: there is no link, and copies take no time.
-
-    Args:
-        out_bytes_per_ms, in_bytes_per_ms: rates to the host and back.
-        latency_ms: time that each copy takes in addition.
-    """
+    """Assumed rates of copies to the host and back; both 0: there is no link, and copies take no time."""
 
     out_bytes_per_ms: float
     in_bytes_per_ms: float
@@ -72,12 +63,9 @@ class Option:
     """One combination of fates for a layer, with its costs.
 
     Args:
-        fates: one fate for each call of its graph; if it is recomputed whole, only calls before it count.
-        whole: whether the layer is recomputed whole.
-        recompute_ms: time of what runs again.
+        fates: one fate for each call of its graph; if it is recomputed ``whole``, only calls before it count.
         kept_bytes: bytes on the device from its forward to its backward.
-        swapped_bytes: bytes that move to the host.
-        swapped_input_bytes: those of them that the layer was handed as input.
+        swapped_input_bytes: those of ``swapped_bytes`` that the layer was handed as input.
         out_ms, in_ms: time of the link for copies out and back.
         backlog_ms: least time of copies out that is left when the layer's forward ends.
         lead_ms: least time of copies back that is needed before the layer's backward starts.
@@ -108,14 +96,7 @@ class Option:
 
 
 def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole: bool = False) -> Option:
-    """Return one combination of fates with its costs.
-
-    Args:
-        graph: graph of the layer.
-        fates: one fate for each call of the graph.
-        link_rate: rates of copies.
-        whole: whether the layer is recomputed whole; then only the fates of calls before it count.
-    """
+    """Return one combination of fates with its costs; if ``whole``, only fates of calls before it count."""
     costs = LayerCosts(graph, fates, whole)
     costs.backward()
     kept_bytes = swapped_bytes = input_bytes = 0
@@ -127,7 +108,9 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole
         if costs.moves(number, maker):
             swapped_bytes += storage.size_bytes
             input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
-            outs.append((ready_ms[costs.ready_after(number, maker)], storage.size_bytes))
+            place, saved = costs.readers(number)[0]
+            ready = place + (saved and place == graph.calls[maker].place)  # a result: when its call has run
+            outs.append((ready_ms[ready], storage.size_bytes))
             ins.append((first_read_ms, storage.size_bytes))
         else:
             kept_bytes += storage.size_bytes
@@ -160,7 +143,6 @@ class LayerCosts:
     Attributes:
         held: number of each storage that is held -> the call that makes it, and when it is first read, in ms
             since the layer's backward began.
-        recompute_ms: time of what runs again.
         backward_peak_bytes: most bytes alive in backward, base bytes included.
     """
 
@@ -187,10 +169,9 @@ class LayerCosts:
             for number, maker in wanted.get(place, ()):
                 self._require(number, maker)
             self._now_ms += graph.backward_ms[place]
-        for places in wanted.keys() - set(
-            graph.backward_order
-        ):  # backward does not visit these op events: held until the end
-            for number, maker in wanted[places]:
+        # What op events save that backward does not visit is held until its end.
+        for place in wanted.keys() - set(graph.backward_order):
+            for number, maker in wanted[place]:
                 if not self._is_rebuilt(maker):
                     self.held.setdefault(number, (maker, self._now_ms))
                     self._alive[number] = (self._alive.get(number, (0, 0))[0], len(graph.backward_order))
@@ -214,11 +195,6 @@ class LayerCosts:
             if fate == RECOMPUTE and call.place >= 0 and any(other == number for other, _ in reads):
                 found.append((call.place, False))
         return sorted(found) or [(storage.born, True)]
-
-    def ready_after(self, number: int, maker: int) -> int:
-        """Return how many op events have run when the copy out can start; a result: its own call too."""
-        place, saved = self.readers(number)[0]
-        return place + (saved and place == self._graph.calls[maker].place)
 
     def forward_peak(self) -> int:
         """Return the most bytes alive in forward, base bytes included."""
@@ -268,17 +244,13 @@ class LayerCosts:
         last = max((place for place, _, _ in inside), default=-1)
         own = any(place == last and graph.calls[maker].place == last for place, maker, _ in inside)
         self.recompute_ms = sum(graph.forward_ms[: last + own])
-        for number, storage in enumerate(graph.storages):
-            for maker in {maker for _, maker in storage.saved} | self._inputs_of(number):
-                if graph.calls[maker].from_before:
-                    self.held.setdefault(number, (maker, 0.0))
-                    self._alive[number] = (0, 0)
+        for number, maker in sorted(_reads_of(graph)):
+            if graph.calls[maker].from_before:
+                self.held.setdefault(number, (maker, 0.0))
+                self._alive[number] = (0, 0)
         for number in {number for _, _, number in inside}:
             self._alive[number] = (0, 0)
         self._now_ms = self.recompute_ms
-
-    def _inputs_of(self, number: int) -> set[int]:
-        return {maker for reads in self._graph.reads for other, maker in reads if other == number}
 
     def _count_peak(self) -> None:
         graph = self._graph
@@ -298,6 +270,12 @@ class LayerCosts:
             self.backward_peak_bytes = max(self.backward_peak_bytes, again)
 
 
+def _reads_of(graph: LayerGraph) -> set[tuple[int, int]]:
+    """Return (storage, its maker) of all that is read in backward, or by a call that runs again."""
+    saved = {(number, maker) for number, storage in enumerate(graph.storages) for _, maker in storage.saved}
+    return saved.union(*graph.reads)
+
+
 def _peak(storages: Sequence[GraphStorage], ends: Sequence[int], bases: Sequence[int]) -> int:
     changes = [0] * (len(bases) + 2)
     for storage, end in zip(storages, ends, strict=True):
@@ -308,7 +286,6 @@ def _peak(storages: Sequence[GraphStorage], ends: Sequence[int], bases: Sequence
 
 
 try:
-    import numpy as np
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 except ImportError:  # `need_scipy` raises: only planning needs scipy
@@ -321,30 +298,14 @@ _FREE_MS = 1e-6
 
 
 def need_scipy() -> None:
-    """Raise if scipy, the planner's solver, is missing.
-
-    Raises:
-        PlanError: scipy is missing; the error says how to install it.
-    """
+    """Raise a `PlanError` that says how to install scipy, the planner's solver, if it is missing."""
     if csr_array is None:
-        raise PlanError(
-            [
-                Problem(
-                    "memory.mode",
-                    "scipy, which solves the planner's problems",
-                    "no scipy",
-                    "pip install scipy",
-                )
-            ]
-        )
+        expected = "scipy, which solves the planner's problems"
+        raise PlanError([Problem("memory.mode", expected, "no scipy", "pip install scipy")])
 
 
 def best_runs(graph: LayerGraph) -> list[frozenset[int]]:
-    """Return the sets of calls that are best to run again at some price of a byte, from few to many.
-
-    Raises:
-        PlanError: scipy is missing.
-    """
+    """Return the sets of calls that are best to run again at some price of a byte, from few to many."""
     need_scipy()
     cuts = _Cuts(graph)
     lowest, highest = cuts.at(0.0), cuts.at(cuts.highest)
@@ -385,14 +346,12 @@ class _Cuts:
         self._ms = [
             (graph.forward_ms[call.place] if call.place >= 0 else 0.0) + _FREE_MS for call in graph.calls
         ]
-        pairs = {
+        self._saved = frozenset(
             (number, maker) for number, storage in enumerate(graph.storages) for _, maker in storage.saved
-        }
-        self._saved = frozenset(pairs)
-        pairs |= {read for reads in graph.reads for read in reads}
-        self._pairs = sorted(pairs)
+        )
+        self._pairs = sorted(_reads_of(graph))
         self._at = {pair: len(graph.calls) + place for place, pair in enumerate(self._pairs)}
-        self._sink = len(graph.calls) + len(pairs)
+        self._sink = len(graph.calls) + len(self._pairs)
         self._source = self._sink + 1
         sizes = [graph.storages[number].size_bytes for number, _ in self._pairs]
         least = min((size for size in sizes if size), default=1)
@@ -455,11 +414,7 @@ def options_of(
 ) -> list[Option]:
     """Return the options of a layer that can be part of a best plan, in a fixed order.
 
-    Args:
-        graph: graph of the layer.
-        link_rate: rates of copies.
-        shares: in how many parts the held bytes are divided for swap, at most `_MOST_SHARES`.
-        points: other ways to compile a compiled layer.
+    For swap, held bytes are divided into ``shares`` parts, but at most `_MOST_SHARES`.
     """
     combinations = prod(len(call.fates) for call in graph.calls)
     if combinations <= _ENUMERATED:
@@ -470,10 +425,12 @@ def options_of(
     if graph.whole:
         before = [call.fates if call.from_before else KEEP for call in graph.calls]
         found += [evaluate(graph, variant, link_rate, whole=True) for variant in itertools.product(*before)]
+    own = own_call(graph)
+    own_ms = 0.0 if own is None else graph.forward_ms[graph.calls[own].place]
     for point in points:
-        less = at_point(graph, point)
-        variants = itertools.product(*(call.fates for call in graph.calls))
-        found += [with_point(graph, evaluate(less, variant, link_rate), point) for variant in variants]
+        less, again_ms = at_point(graph, point), point.again * own_ms
+        for variant in itertools.product(*(call.fates for call in graph.calls)):
+            found.append(replace(evaluate(less, variant, link_rate), point=point, again_ms=again_ms))
     return _undominated(found)
 
 
@@ -547,19 +504,12 @@ def _undominated(options: list[Option]) -> list[Option]:
 
 def own_call(graph: LayerGraph) -> int | None:
     """Return the number of the call that represents all of a compiled layer; ``None``: there is none."""
-    for number, call in enumerate(graph.calls):
-        if not call.from_before and not call.path and call.place >= 0:
-            return number
-    return None
+    calls = enumerate(graph.calls)
+    return next((at for at, call in calls if not (call.from_before or call.path or call.place < 0)), None)
 
 
 def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
-    """Return the graph of a compiled layer that is compiled so that it saves less.
-
-    Args:
-        graph: graph of the layer as it is compiled by default.
-        point: the way to compile it, with what it saves and costs.
-    """
+    """Return the graph of a layer, compiled by default in ``graph``, that is compiled as ``point`` says."""
     own = own_call(graph)
     if own is None:
         return graph
@@ -584,14 +534,6 @@ def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
         forward_base_bytes=more(graph.forward_base_bytes),
         backward_base_bytes=more(graph.backward_base_bytes),
     )
-
-
-def with_point(graph: LayerGraph, option: Option, point: FrontierPoint) -> Option:
-    """Return ``option``, evaluated on the graph at ``point``, with the point and the time that it adds."""
-    own = own_call(graph)
-    place = None if own is None else graph.calls[own].place
-    again_ms = 0.0 if place is None else point.again * graph.forward_ms[place]
-    return replace(option, point=point, again_ms=again_ms)
 
 
 def as_chosen(segment: Segment, option: Option) -> Segment:

@@ -13,7 +13,7 @@ device in the optimizer's step, which waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,8 +32,7 @@ class WholeStep:
     """A step of the optimizer: all its micro-batches under one plan.
 
     Args:
-        micro_batch: the predicted step of one micro-batch, with its memory over time.
-        ms: the time of all of them and of the optimizer.
+        micro_batch: the predicted step of one of them, with its memory over time.
         resident_bytes: how many bytes of the optimizer's states leave in the first forward, and come back in
             the last backward; ``None``: as `OptimizerStates` does by default, or all stay.
     """
@@ -46,14 +45,9 @@ class WholeStep:
 def whole_step(
     profile: Profile, micro_batch: Prediction, micro_batches: int, states_moved: bool = False
 ) -> WholeStep:
-    """Return the step of several micro-batches, given the predicted step of one.
+    """Return the step of ``micro_batches`` micro-batches, given the profile and predicted step of one.
 
-    Args:
-        profile: profile of the step of one micro-batch.
-        micro_batch: the prediction of that step under a plan.
-        micro_batches: how many of them a step has.
-        states_moved: whether the optimizer's states are on the host meanwhile. They then come and go in the
-            optimizer's step, as in the prediction.
+    With ``states_moved`` the optimizer's states come and go in the optimizer's step, as in the prediction.
     """
     once_ms, _ = outside(profile, profile.link, states_moved)
     return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
@@ -64,9 +58,7 @@ def with_states_in_passing(
 ) -> WholeStep:
     """Return the step with as many states as fit coming and going in the last backward and the first forward.
 
-    Args:
-        profile, micro_batch, micro_batches: as in `whole_step`; the prediction is with the states moved.
-        limit_bytes: the most device memory in use.
+    The arguments are those of `whole_step`, with the states moved, and the most device memory in use.
     """
     link, states = profile.link, profile.optimizer_state_bytes
     step = whole_step(profile, micro_batch, micro_batches, True)
@@ -88,21 +80,14 @@ def _resident_bytes(profile: Profile, step: Prediction, limit_bytes: int) -> int
     """Return the most bytes of states that may leave during a forward, and come back during a backward."""
     states = profile.optimizer_state_bytes
     resident = min(states, limit_bytes - (profile.outside_base_bytes - states))
-    for share, used_bytes in _shares(step):
-        if share > 0:
-            resident = min(resident, int((limit_bytes - used_bytes) / share))
-    return max(resident, 0)
-
-
-def _shares(step: Prediction) -> Iterator[tuple[float, int]]:
-    """Yield, over time, which share of the resident states is on the device, and the bytes in use beside."""
-    ends_ms = max((point.ms for point in step.memory), default=0.0)
+    forward_ms = step.forward_end_ms
+    backward_ms = max(max((point.ms for point in step.memory), default=0.0) - forward_ms, 1e-9)
     for point in step.memory:
-        if point.ms < step.forward_end_ms:
-            yield 1 - point.ms / step.forward_end_ms, point.total_bytes
-        else:
-            backward_ms = max(ends_ms - step.forward_end_ms, 1e-9)
-            yield (point.ms - step.forward_end_ms) / backward_ms, point.total_bytes
+        # The share of the resident states that is on the device then.
+        share = 1 - point.ms / forward_ms if point.ms < forward_ms else (point.ms - forward_ms) / backward_ms
+        if share > 0:
+            resident = min(resident, int((limit_bytes - point.total_bytes) / share))
+    return max(resident, 0)
 
 
 Found = tuple[Result, WholeStep]
@@ -122,8 +107,7 @@ def with_states_on_host(
     more host memory than there is.
 
     Args:
-        profile: profile of the step of one micro-batch.
-        micro_batches: how many of them a step of the optimizer has.
+        profile, micro_batches: as in `whole_step`.
         host_bytes: the most host memory; ``None``: no limit.
         kept: the optimizer's step under the best plan with the states on the device.
         search: searches the best plan with the states on the host, with swap or without: in the first forward

@@ -28,8 +28,8 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
 from ..planner.search.states_place import (
-    WORTH,
     WholeStep,
+    faster_with_weights_on_host,
     whole_step,
     with_states_in_passing,
     with_states_on_host,
@@ -342,28 +342,31 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
     Raises:
         BudgetError: nothing fits in either place.
     """
+
+    def on_host() -> tuple[SearchResult, float]:
+        moved = at("host")
+        return moved, moved.prediction.step_ms
+
+    def in_words(ms: float, other_ms: float, place: str) -> str:
+        return f"a step takes {step_ms_text(ms)}, and {step_ms_text(other_ms)} with them on the {place}"
+
     kept: SearchResult | BudgetError
     try:
         kept = at("keep")
     except BudgetError as error:
         kept = error
-    found = kept if isinstance(kept, SearchResult) and kept.chosen_tiles is None else None
-    if found is not None and found.prediction.step_ms * (1 - WORTH) <= found.steps[NOTHING].step_ms:
-        return replace(found, weights_why="nothing is slower with them there")
+    if isinstance(kept, SearchResult) and kept.chosen_tiles is None:
+        kept_ms, least_ms = kept.prediction.step_ms, kept.steps[NOTHING].step_ms
+        moved, why = faster_with_weights_on_host(kept_ms, least_ms, on_host, in_words)
+        return replace(moved or kept, weights_why=why)
     try:
         moved = at("host")
     except PlanError as error:
         if isinstance(kept, BudgetError):
             raise (error if isinstance(error, BudgetError) else kept) from None
         return replace(kept, weights_why="they cannot wait on the host, or nothing fits so")
-    ms = step_ms_text(moved.prediction.step_ms)
-    if found is None:
-        where = "" if isinstance(kept, BudgetError) else " without tiles"
-        return replace(moved, weights_why=f"nothing fits with them on the device{where}")
-    kept_ms = step_ms_text(found.prediction.step_ms)
-    if moved.prediction.step_ms > (1 - WORTH) * found.prediction.step_ms:
-        return replace(found, weights_why=f"a step takes {kept_ms}, and {ms} with them on the host")
-    return replace(moved, weights_why=f"a step takes {ms}, and {kept_ms} with them on the device")
+    where = "" if isinstance(kept, BudgetError) else " without tiles"
+    return replace(moved, weights_why=f"nothing fits with them on the device{where}")
 
 
 def _of_whole_steps(result: SearchResult) -> SearchResult:

@@ -643,9 +643,12 @@ class Planner:
             without,
             run.training.in_flight,
         )
-        if run.movable is not None and (why := weights_pay(task, run.movable.sizes_bytes)):
-            return self._weights_to_host(why)
-        known = self._states_in_passing(task, step)
+        on_device: Found | None = None
+        if run.movable is not None:
+            why, on_device = weights_pay(task, run.movable.sizes_bytes)
+            if why:
+                return self._weights_to_host(why)
+        known = self._states_in_passing(task, step, on_device)
         if isinstance(known, RecordedStep):
             return self._begin_search(known, largest)
         try:
@@ -662,7 +665,9 @@ class Planner:
             )
             return self._begin_search(step, None)
 
-    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | Found | None:
+    def _states_in_passing(
+        self, task: PlanningTask, step: RecordedStep, on_device: Found | None
+    ) -> RecordedStep | Found | None:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
         Every rank must call it. Returns the recorded step without the states; if they stay, the best plan
@@ -674,12 +679,12 @@ class Planner:
         """
         run = self._run
         if run.training.memory.preference != "auto":
-            return None
+            return on_device
         ranks = from_all_ranks((run.make_states is not None, self._micro_batches))
         if not all(may for may, _ in ranks):
-            return None
+            return on_device
         micro_batches = max(count for _, count in ranks)
-        found, on_device = states_in_passing(task, micro_batches)
+        found, on_device = states_in_passing(task, micro_batches, on_device)
         if found is None:
             return on_device
         logger.info(

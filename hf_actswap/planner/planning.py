@@ -34,7 +34,13 @@ from .profile import Limits, Prediction, Profile
 from .record.shapes import with_weights_on_host
 from .run import Run
 from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
-from .search.states_place import WORTH, WholeStep, whole_step, with_states_in_passing, with_states_on_host
+from .search.states_place import (
+    WholeStep,
+    faster_with_weights_on_host,
+    whole_step,
+    with_states_in_passing,
+    with_states_on_host,
+)
 from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
 
 logger = logging.getLogger(__name__)
@@ -235,16 +241,18 @@ class StatesInPassing:
     kept_ms: float
 
 
-def states_in_passing(task: PlanningTask, micro_batches: int) -> tuple[StatesInPassing | None, Found | None]:
+def states_in_passing(
+    task: PlanningTask, micro_batches: int, on_device: Found | None = None
+) -> tuple[StatesInPassing | None, Found | None]:
     """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
+
+    ``None``: they stay. With it comes the best plan with them on the device; ``None``: nothing fits. The same
+    on every rank.
 
     Args:
         task: what is to be planned, with the states on the device.
         micro_batches: how many micro-batches the gradients of a step are accumulated from.
-
-    Returns:
-        ``None`` where they stay on the device; and the best plan with them there, ``None`` if nothing fits.
-        The same on every rank.
+        on_device: that plan, where it is known already.
     """
     profile, limits = task.profile, task.limits()
 
@@ -256,50 +264,48 @@ def states_in_passing(task: PlanningTask, micro_batches: int) -> tuple[StatesInP
 
     def choose() -> tuple[StatesInPassing | None, Found | None]:
         try:
-            on_device = find_plan(profile, task.fixed, limits, search_least=False)
+            best = on_device or find_plan(profile, task.fixed, limits, search_least=False)
         except BudgetError:
             return None, None
-        kept = whole_step(profile, on_device.prediction, micro_batches)
-        best = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
-        if best is None:
-            return None, on_device
-        return StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms), on_device
+        kept = whole_step(profile, best.prediction, micro_batches)
+        moved = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
+        if moved is None:
+            return None, best
+        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept.ms), best
 
     return found_by_rank_0(choose)
 
 
-def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> str:
-    """Return why the frozen weights of layers should wait on the host; empty: they need not.
+def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> tuple[str, Found | None]:
+    """Return why the frozen weights of layers should wait on the host, and the best plan without that.
 
-    Where nothing fits with them on the device, that is one; a step that is predicted to be faster is another.
-    The same on every rank.
+    The reason is empty where they should not; the plan is ``None`` if nothing fits. The same on every rank.
 
     Args:
         task: what is to be planned, with the weights on the device.
         sizes_bytes: bytes of each layer's frozen weights, in the order of forward.
     """
     limits, profile = task.limits(), task.profile
+    left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
 
-    def step_ms(of: Profile, within: Limits) -> float | None:
+    def on_host() -> tuple[Found, float]:
+        moved = with_weights_on_host(profile, sizes_bytes)
+        found = find_plan(moved, task.fixed, replace(limits, host_bytes=left), search_least=False)
+        return found, found.prediction.step_ms
+
+    def in_words(ms: float, other_ms: float, place: str) -> str:
+        return f"a step is predicted to take {ms:.0f} ms, and {other_ms:.0f} ms with them on the {place}"
+
+    def choose() -> tuple[str, Found | None]:
         try:
-            return find_plan(of, task.fixed, within, search_least=False).prediction.step_ms
+            kept = find_plan(profile, task.fixed, limits, search_least=False)
         except BudgetError:
-            return None
-
-    def choose() -> str:
-        kept_ms = step_ms(profile, limits)
-        if kept_ms is None:
-            return "nothing fits with them on the device"
-        if profile.link is None:  # what copies would cost is not known
-            return ""
-        most_ms = (1 - WORTH) * kept_ms
-        left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
-        if profile.compute_ms + profile.outside_ms >= most_ms or (left is not None and left < 0):
-            return ""
-        moved_ms = step_ms(with_weights_on_host(profile, sizes_bytes), replace(limits, host_bytes=left))
-        if moved_ms is None or moved_ms > most_ms:
-            return ""
-        return f"a step is predicted to take {moved_ms:.0f} ms, and {kept_ms:.0f} ms with them on the device"
+            return "nothing fits with them on the device", None
+        if profile.link is None or (left is not None and left < 0):  # None: the copies' time is not known
+            return "", kept
+        least_ms = profile.compute_ms + profile.outside_ms
+        moved, why = faster_with_weights_on_host(kept.prediction.step_ms, least_ms, on_host, in_words)
+        return "" if moved is None else why, kept
 
     return found_by_rank_0(choose)
 

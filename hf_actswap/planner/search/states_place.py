@@ -1,12 +1,11 @@
-"""Chooses where the optimizer's states wait between its steps: on the device, or on the host.
+"""Chooses where the optimizer's states and frozen weights wait: on the device, or on the host.
 
-On the device they take memory in every micro-batch, and recomputation and swap make up for it in each. On the
-host they are copied out and back once for a whole step of the optimizer, however many micro-batches its
-gradients are accumulated from. So what is compared is the time of the whole step, each with the best plan
-within the same budget.
+On the device states take memory in every micro-batch, and recomputation and swap make up for it in each. On
+the host they are copied out and back once for a whole step of the optimizer, however many micro-batches it
+has. So the times of whole steps are compared, each with the best plan within the same budget.
 
-Most of these copies are hidden. While the first forward fills the device with activations, states leave it as
-fast as these come; while the last backward frees them, states come back (`states.optimizer_states`). How many
+Most of these copies are hidden: states leave while the first forward fills the device with activations, and
+come back while the last backward frees them (`states.optimizer_states`). How many
 (`OptimizerStates.resident_bytes`) follows from the predicted memory over time. The rest passes through the
 device in the optimizer's step, which waits for it.
 """
@@ -18,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...errors import PlanError
 from ..budget import BudgetError
 from ..cost.simulate import outside
 from ..profile import Prediction, Profile
@@ -34,8 +34,8 @@ class WholeStep:
     Args:
         micro_batch: the predicted step of one micro-batch, with its memory over time.
         ms: the time of all of them and of the optimizer.
-        resident_bytes: how many bytes of the optimizer's states leave in the first forward, and come back in
-            the last backward; ``None``: as `OptimizerStates` does by default, or all stay.
+        resident_bytes: bytes of the optimizer's states that leave in the first forward and come back in the
+            last backward; ``None``: as `OptimizerStates` does by default, or all stay.
     """
 
     micro_batch: Prediction
@@ -50,10 +50,9 @@ def whole_step(
 
     Args:
         profile: profile of the step of one micro-batch.
-        micro_batch: the prediction of that step under a plan.
-        micro_batches: how many of them a step has.
-        states_moved: whether the optimizer's states are on the host meanwhile. They then come and go in the
-            optimizer's step, as in the prediction.
+        micro_batch: its prediction under a plan.
+        micro_batches: how many a step has.
+        states_moved: whether the optimizer's states are on the host meanwhile, and come and go in its step.
     """
     once_ms, _ = outside(profile, profile.link, states_moved)
     return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
@@ -95,7 +94,7 @@ def _resident_bytes(profile: Profile, step: Prediction, limit_bytes: int) -> int
 
 
 def _shares(step: Prediction) -> Iterator[tuple[float, int]]:
-    """Yield, over time, which share of the resident states is on the device, and the bytes in use beside."""
+    """Yield, over time, the share of the resident states on the device, and the bytes in use beside it."""
     ends_ms = max((point.ms for point in step.memory), default=0.0)
     for point in step.memory:
         if point.ms < step.forward_end_ms:
@@ -118,12 +117,11 @@ def with_states_on_host(
 ) -> Found[Result] | None:
     """Return the best plan with the optimizer's states on the host, if its step is 1 % faster than ``kept``.
 
-    Nothing is looked for where no plan could be faster, the time of copies is not known, or the states need
+    Nothing is searched where no plan could be faster, the time of copies is not known, or the states need
     more host memory than there is.
 
     Args:
-        profile: profile of the step of one micro-batch.
-        micro_batches: how many of them a step of the optimizer has.
+        profile, micro_batches: as in `whole_step`.
         host_bytes: the most host memory; ``None``: no limit.
         kept: the optimizer's step under the best plan with the states on the device.
         search: searches the best plan with the states on the host, with swap or without: in the first forward
@@ -140,3 +138,32 @@ def with_states_on_host(
                 if found[1].ms < (most_ms if best is None else best[1].ms):
                     best = found
     return best
+
+
+def faster_with_weights_on_host(
+    kept_ms: float,
+    least_ms: float,
+    search: Callable[[], tuple[Result, float]],
+    in_words: Callable[[float, float, str], str],
+) -> tuple[Result | None, str]:
+    """Return the best plan with frozen weights on the host, if its step is 1 % faster, and the reason.
+
+    ``None``: they stay on the device.
+
+    Args:
+        kept_ms: time of a step under the best plan with the weights on the device.
+        least_ms: the least time that a step takes, wherever they are.
+        search: searches the best plan with the weights on the host, and returns it with its step's time. It
+            may raise `PlanError`.
+        in_words: says that a step takes the first time, and the second one with the weights in that place.
+    """
+    most_ms = (1 - WORTH) * kept_ms
+    if least_ms >= most_ms:
+        return None, "nothing is slower with them there"
+    try:
+        moved, moved_ms = search()
+    except PlanError:
+        return None, "they cannot wait on the host, or nothing fits so"
+    if moved_ms > most_ms:
+        return None, in_words(kept_ms, moved_ms, "host")
+    return moved, in_words(moved_ms, kept_ms, "device")

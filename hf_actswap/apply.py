@@ -181,10 +181,10 @@ def optimizer_in_backward(
     try:
         if optimizer is None:
             raise PlanError([replace(_NO_OPTIMIZER, where=KEY, expected="the optimizer, which it steps")])
-        beside: tuple[Any, ...] = ()
+        beside: dict[str, Any] = {}
         if isinstance(planner := applied, Planner):
-            beside = (lambda: planner.optimizer_states, planner.outside_compute)
-        found = OptimizerInBackward(optimizer, model, memory, *beside, reads_norm=reads_norm)
+            beside = {"states": lambda: planner.optimizer_states, "around": planner.outside_compute}
+        found = OptimizerInBackward(optimizer, model, memory, **beside, reads_norm=reads_norm)
     except PlanError:
         applied.remove()
         raise

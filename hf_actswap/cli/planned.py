@@ -92,7 +92,6 @@ class MemoryParts:
         )
 
     def document(self) -> dict[str, object]:
-        """Return the fields as JSON values."""
         return {**{f"{name}_bytes": size for name, size in vars(self).items()}, "decides": self.decides}
 
     def __str__(self) -> str:
@@ -101,12 +100,10 @@ class MemoryParts:
 
 
 def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False) -> MemoryParts | None:
-    """Return what the peak of a predicted step consists of; ``None``: the profile lacks the weights' size.
+    """Return what the peak of a step predicted from ``profile`` consists of; ``None``: the weights' size is
+    unknown.
 
-    Args:
-        profile: profile of the step without a plan.
-        step: a step predicted from it.
-        states_moved: whether the optimizer's states are on the host at the peak.
+    ``states_moved``: the optimizer's states are on the host at the peak.
     """
     if not profile.weight_bytes:
         return None
@@ -124,11 +121,8 @@ class SearchResult:
     """The result of the planner's search.
 
     Args:
-        subject: the model.
-        step: the step that was planned for.
         memory: the ``memory`` section that was used.
         profile: profile of the step without a plan.
-        plan: the plan that was found.
         budget_bytes: the budget, which the plan and the allocator's fragments keep within.
         steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested. Of
             several micro-batches: each of one, but with the time of all and of the optimizer.
@@ -175,7 +169,6 @@ class SearchResult:
 
     @property
     def prediction(self) -> Prediction:
-        """The step under the plan that was found."""
         return self.steps[PLANNED]
 
     @property
@@ -198,10 +191,9 @@ def memory_in_force(
     """Return the ``memory`` section to plan with; mode ``off`` becomes ``adaptive``, that of ``auto``.
 
     Args:
-        config: the configuration.
         budget: the device's budget in bytes, which replaces the section's own; ``None``: not given.
         step: the step, whose device has a usual amount of host memory.
-        ranks: number of ranks; several leave more of the device free, for buffers of collectives.
+        ranks: several leave more of the device free, for buffers of collectives.
         host: host memory of a rank in bytes, which replaces the section's own; ``None``: not given, so a
             section without one gets the usual amount.
     """
@@ -233,11 +225,10 @@ def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
 
 
 def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
-    """Predict the steps with which a planned step is compared.
+    """Predict the steps with which a planned step is compared: `NOTHING` and `EVERYTHING`.
 
-    Returns:
-        `NOTHING` and `EVERYTHING`; `BY_HAND` if fates are written by hand; and `PLANNER_SAME_PEAK`, the
-        planner's plan within the same peak, if those fates take much longer.
+    If fates are written by hand `BY_HAND` too; and `PLANNER_SAME_PEAK`, the planner's plan within the same
+    peak, if those fates take much longer.
     """
     layers, family = profile.num_layers, profile.family
     simulator = Simulator(profile)
@@ -289,8 +280,6 @@ def planned(
     done in mode ``smart_swap``, nor with a measured profile, which cannot predict tiles.
 
     Args:
-        found: the model.
-        step: the step to plan for.
         config: the configuration with the fates written by hand.
         memory: the ``memory`` section to use. That of the result says where the optimizer's states wait.
         profile: profile of this step of this model; ``None``: it is computed from shapes.

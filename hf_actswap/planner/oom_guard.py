@@ -2,8 +2,8 @@
 
 The planner's first steps keep everything, because it must be recorded, and may not fit. `OomGuard` is a
 dispatch mode: it sees each op of the forward, of the backward (whose threads carry the modes of the thread
-that called it) and of the optimizer. An op that runs out of memory is run again once tensors were evicted;
-so are the reloads of evicted tensors, which are ops too.
+that called it) and of the optimizer. An op that runs out of memory is run again once tensors were evicted,
+with the same random numbers; so are the reloads of evicted tensors, which are ops too.
 
 Some ops cannot be run again. Memory is freed before them, as far as it is known what they need:
 
@@ -17,20 +17,14 @@ compiled under this mode too. (If `OomGuard.ignore_compile_internals` returned f
 them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
 ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
 
-Keeps what an out-of-memory error says, for use after its handler has been left.
-
 An exception's traceback holds the frames that it came through, and these hold tensors (pytorch#18853). So
-nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept.
+nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept
+(`Failure`).
 
-Saves random generator states, so that an op that runs again draws the same random numbers.
-
-A context manager that shows the planner extension ops which no dispatch mode sees.
-
-Runs a forward or a micro-batch once more when it has run out of memory.
-
-This is for the stable phase, where no guard watches the ops, and for warm-up, where the guard had nothing to
-move but more of the model can run in tiles. Two things can run again as a whole, with the same random numbers
-and the guard on, because a failed attempt leaves nothing behind:
+`Retry` runs a forward or a micro-batch once more. This is for the stable phase, where no guard watches the
+ops, and for warm-up, where the guard had nothing to move but more of the model can run in tiles. Two things
+can run again as a whole, with the same random numbers and the guard on, because a failed attempt leaves
+nothing behind:
 
 * a **forward**: a function of its inputs, unless it has written into a buffer or an input. One of several
   ranks can run it again alone if nothing communicates inside it (`CommunicationCheck`), as in the model
@@ -53,9 +47,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +61,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call, replace_forward
 from ..engine.stats import gib_text
+from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry
 from ..plan.op_facts import is_collective, op_may_draw, why_run_once
@@ -82,12 +78,7 @@ _LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "C
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an out-of-memory error says.
-
-    Args:
-        text: the first line of its text.
-        wanted_bytes: bytes that were asked for; ``None``: the error does not say.
-    """
+    """The first line of an out-of-memory error, and the bytes asked for (``None``: it does not say)."""
 
     text: str
     wanted_bytes: int | None
@@ -142,11 +133,7 @@ def failure_of(error: BaseException) -> Failure | None:
 
 
 class RandomStates:
-    """Saves the state of the generator that an op on one device draws from.
-
-    Args:
-        device: the device, with its index.
-    """
+    """Saves the state of the generator that an op on one device (with its index) draws from."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,8 +146,7 @@ class RandomStates:
     def saved(self, generator: torch.Generator | None) -> Callable[[], None] | None:
         """Return a function that restores the present state; ``None`` while a graph is captured.
 
-        Args:
-            generator: the generator that the op was given; ``None``: the device's default one.
+        ``generator`` is the one that the op was given; ``None``: the device's default one.
         """
         if self.capturing():
             return None
@@ -192,7 +178,6 @@ _BRACKETS: Mapping[str, Literal["begin", "end"]] = {
     "hf_actswap::op_begin": "begin",
     "hf_actswap::op_end": "end",
 }
-"""The two marks of `op_hook`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,24 +233,9 @@ def _traits_of(op: Any) -> OpTraits:
     return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes, bracket)
 
 
-class Evictor(Protocol):
-    """Holds tensors on the device that can be evicted to the host."""
-
-    device: torch.device
-
-    def evict(self, wanted_bytes: int) -> int:
-        """Free at least ``wanted_bytes``, if possible; return the bytes freed."""
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that could be freed if the host had room for them."""
-
-
 class OomGuard(TorchDispatchMode):
-    """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again.
-
-    Results are bitwise the same: an op that runs again reads the same values and draws the same random
-    numbers.
+    """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again: bitwise the
+    same.
 
     Args:
         meter: measures device memory; if it is a mode, start it before the guard, and stop it after.
@@ -286,7 +256,7 @@ class OomGuard(TorchDispatchMode):
     """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
 
     def __init__(
-        self, meter: Meter, idle: Evictor, least_budget: Callable[[int], str] = lambda _: ""
+        self, meter: Meter, idle: EvictableTensors, least_budget: Callable[[int], str] = lambda _: ""
     ) -> None:
         super().__init__()
         self._least_budget = least_budget
@@ -301,7 +271,6 @@ class OomGuard(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled."""
         return True
 
     def start(self) -> None:
@@ -317,7 +286,6 @@ class OomGuard(TorchDispatchMode):
             self.__exit__(None, None, None)
 
     def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Free memory before an extension op (`op_hook`): as much as its last call turned out to need."""
         key = name, tuple(tensor.nbytes for tensor in inputs)
         self.make_room(name, self._room.get(key, 0))
         self._called[call] = key, self._bytes_without_evictions()
@@ -340,15 +308,13 @@ class OomGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         written: Sequence[torch.Tensor],
     ) -> tuple[Any, int]:
-        """Run a function of its arguments as if it were one op; run it again if it runs out of memory.
+        """Run a function as if it were one op, and again if it runs out of memory; return its result and the
+        bytes that it allocated and did not free.
 
         Args:
             name: name for the log; calls with the same name and argument sizes are assumed to be alike.
             function, args, kwargs: the call to run.
             written: tensors that it might change; if it has changed one, it is not run again.
-
-        Returns:
-            Its result, and the bytes that it allocated and did not free.
         """
         key = name, tuple(leaf.nbytes for leaf in written)
         self.make_room(name, self._room.get(key, 0))
@@ -380,7 +346,12 @@ class OomGuard(TorchDispatchMode):
         if traits is None:
             traits = self._traits[func] = _traits_of(func)
         if traits.bracket is not None:
-            return self._bracket(traits.bracket, func, args)
+            if traits.bracket == "begin":
+                self.op_begins(*args)
+            func(*args)  # for the modes below
+            if traits.bracket == "end":
+                self.op_ends(*args)
+            return None
         if traits.why_once:
             return self._run_once(func, args, kwargs, traits)
         states = self._random.saved(kwargs.get("generator")) if traits.random else None
@@ -396,29 +367,28 @@ class OomGuard(TorchDispatchMode):
         failure: Failure | None,
         states: Callable[[], None] | None,
     ) -> Any:
-        """Evict and run until it succeeds or nothing is left. Not in ``except``: tracebacks hold tensors."""
+        # Not in `except`: tracebacks hold tensors.
         asked_bytes, result = 0, None
         while failure is not None:
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
             asked_bytes = max(wanted_bytes, 2 * asked_bytes)
             if self._random.capturing() or not (self._evict(asked_bytes) or self._meter.let_go()):
-                raise self._error(name, failure, self._why_none_left())
-            self._tidy(asked_bytes == wanted_bytes)
+                why = "Nothing idle is left to evict."
+                if idle_bytes := self._idle.idle_bytes:
+                    why = (
+                        f"{gib_text(idle_bytes)} more are idle, but no host memory is left to evict them to "
+                        "(host_memory_gib; in a rehearsal --host-memory)."
+                    )
+                raise self._error(name, failure, why)
+            first = asked_bytes == wanted_bytes
+            if first and self._meter.allocated_bytes() < 0.8 * self._reserved_bytes():
+                torch.accelerator.empty_cache()  # fragments may be in the way
             self.caught += 1
             self._note(name, "caught out-of-memory in")
             if states is not None:
                 states()
             result, failure = run()
         return result
-
-    def _why_none_left(self) -> str:
-        idle_bytes = self._idle.idle_bytes
-        if not idle_bytes:
-            return "Nothing idle is left to evict."
-        return (
-            f"{gib_text(idle_bytes)} more are idle, but no host memory is left to evict them to "
-            "(host_memory_gib; in a rehearsal --host-memory)."
-        )
 
     def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
         key = None
@@ -454,17 +424,11 @@ class OomGuard(TorchDispatchMode):
         self.evicted_bytes += freed_bytes
         return freed_bytes
 
-    def _tidy(self, first: bool) -> None:
-        """Empty the allocator's cache if much of it is unused: fragments may be in the way."""
-        if first and self._meter.allocated_bytes() < 0.8 * self._reserved_bytes():
-            torch.accelerator.empty_cache()
-
     def _note(self, name: str, what: str) -> None:
         self.ops[name] += 1
         logger.debug("%s %s; %d bytes evicted so far", what, name, self.evicted_bytes)
 
     def _error(self, name: str, failure: Failure, why: str) -> DeviceMemoryError:
-        """Return an error whose text names the memory needed and why nothing helped."""
         used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
@@ -478,7 +442,6 @@ class OomGuard(TorchDispatchMode):
         )
 
     def _fragments(self, failure: Failure, used_bytes: int, limit_bytes: int) -> str:
-        """Return a sentence about fragments if there is enough memory, but not in one piece."""
         if not failure.wanted_bytes or used_bytes + failure.wanted_bytes > limit_bytes:
             return ""
         reserved_bytes = self._reserved_bytes()
@@ -491,58 +454,50 @@ class OomGuard(TorchDispatchMode):
     def _reserved_bytes(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.memory_reserved(self._device)
 
-    def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
-        """Handle a mark of `op_hook`, and pass it to the modes below too."""
-        if which == "begin":
-            self.op_begins(*args)
-        func(*args)
-        if which == "end":
-            self.op_ends(*args)
-
 
 def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
     """Let ``guard`` run the calls of the compiled ones of ``modules``; return functions that undo this.
 
     A compiled region is one op, and its backward another. It allocates without the dispatcher, and a part of
-    it cannot be run again. The whole region can, as a function of its inputs. So the call of a compiled
-    module is run again as a single op is, unless the failed attempt has changed a buffer or an input. Its
-    backward runs inside autograd and gets one attempt: memory is freed before it, as much as its forward took
-    and as its new gradients need.
+    it cannot be run again. The whole region can, as a function of its inputs: its call is run again as a
+    single op is, unless the failed attempt has changed a buffer or an input. Its backward runs inside
+    autograd and gets one attempt: memory is freed before it, as much as its forward took and as its new
+    gradients need.
 
     Call this after all else that wraps the calls (`wrap_call`), and undo it before that is taken off.
     """
-    return [_guarded(guard, module) for module in modules if is_compiled(module)]
 
+    def guarded(inner: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"compiled {type(inner).__name__}"
 
-def _guarded(guard: OomGuard, module: nn.Module) -> Undo:
-    inner = uncompiled(module)
-    name = f"compiled {type(inner).__name__}"
-
-    def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not guard.running:
                 return compiled(*args, **kwargs)
             written = [*inner.buffers(), *_tensors((args, kwargs))]
             output, used_bytes = guard.run_region(name, compiled, args, kwargs, written)
-            nodes = {tensor.grad_fn: None for tensor in _tensors(output) if tensor.grad_fn is not None}
-            for node in list(nodes)[:1]:
-                node.register_prehook(_makes_room(guard, f"{name}, backward", used_bytes, inner))
+
+            def before_backward(_gradients: Any) -> None:
+                if guard.running:
+                    new = [item for item in inner.parameters() if item.requires_grad and item.grad is None]
+                    guard.make_room(f"{name}, backward", used_bytes + sum(item.nbytes for item in new))
+
+            nodes = (tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None)
+            if (node := next(nodes, None)) is not None:
+                node.register_prehook(before_backward)
             return output
 
         return call
 
-    if getattr(module, "_compiled_call_impl", None) is None:
-        return replace_forward(module, guarded(module.forward))
-    return replace_call(module, guarded)
-
-
-def _makes_room(guard: OomGuard, name: str, used_bytes: int, module: nn.Module) -> Callable[..., None]:
-    def before(_gradients: Any) -> None:
-        if guard.running:
-            new = [item for item in module.parameters() if item.requires_grad and item.grad is None]
-            guard.make_room(name, used_bytes + sum(item.nbytes for item in new))
-
-    return before
+    undo = []
+    for module in modules:
+        if not is_compiled(module):
+            continue
+        around = partial(guarded, uncompiled(module))
+        if getattr(module, "_compiled_call_impl", None) is None:
+            undo.append(replace_forward(module, around(module.forward)))
+        else:
+            undo.append(replace_call(module, around))
+    return undo
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -558,7 +513,7 @@ NAMESPACE = "hf_actswap"
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: the kernel of both marks, on every device and in tracing."""
+    pass  # the kernel of both marks, on every device and in tracing
 
 
 def _register(mark: str, signature: str) -> Any:
@@ -656,8 +611,7 @@ class Retry:
     ) -> None:
         self._missed = missed
         self._ready, self._ran_out, self._ahead = ready, ran_out, ahead
-        devices = {torch.device("cpu"), device}
-        self._random = [RandomStates(item) for item in devices]
+        self._random = [RandomStates(item) for item in {torch.device("cpu"), device}]
         self._model = model
         self._exchanges = CommunicationCheck(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
@@ -709,8 +663,7 @@ class Retry:
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward of a micro-batch; if memory runs out, run them again under the guard.
 
-        Args:
-            step: runs both, and nothing else that must not happen twice.
+        ``step`` runs both, and nothing else that must not happen twice.
 
         Raises:
             DeviceMemoryError: there is no retry, and the text says why; or the retry failed too.
@@ -758,7 +711,8 @@ class Retry:
         except RuntimeError as error:
             failure = failure_of(error)
             stage = self._ready()
-            if failure is None or not stage or not _may_run_again(error):
+            final = isinstance(error, DeviceMemoryError) and not error.may_run_again
+            if failure is None or not stage or final:
                 raise
             why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
             if len(restore) < len(self._random):
@@ -773,10 +727,6 @@ class Retry:
         for state in restore:
             state()
         return again()
-
-
-def _may_run_again(error: RuntimeError) -> bool:
-    return not isinstance(error, DeviceMemoryError) or error.may_run_again
 
 
 def _explained(failure: Failure, what: str, why: str, stage: str) -> DeviceMemoryError:
@@ -794,7 +744,8 @@ def _explained(failure: Failure, what: str, why: str, stage: str) -> DeviceMemor
 
 
 class CommunicationCheck:
-    """Finds out whether a forward communicates with other ranks; if not, this rank can rerun it alone.
+    """Finds out whether a forward of ``model`` communicates with other ranks; if not, this rank can rerun it
+    alone.
 
     Three sources are asked, each of which sees what the others cannot:
 
@@ -806,9 +757,6 @@ class CommunicationCheck:
 
     DistributedDataParallel broadcasts buffers before the forward of the model inside it, and reduces
     gradients in backward. An extension's kernels that reach other devices by themselves are not seen.
-
-    Args:
-        model: the model whose forwards are judged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -846,11 +794,7 @@ class CommunicationCheck:
             return None
 
     def why_not_alone(self, mark: tuple[int, ...] | None) -> str | None:
-        """Return why a forward cannot be run again by this rank alone; ``None``: it can.
-
-        Args:
-            mark: what `mark` returned before the forward.
-        """
+        """Return why this rank cannot rerun a forward alone, given `mark` before it; ``None``: it can."""
         if world_size() == 1:
             return None
         if not self._known:
@@ -871,7 +815,6 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled, as under `OomGuard`."""
         return True
 
     def __torch_dispatch__(

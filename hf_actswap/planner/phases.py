@@ -15,26 +15,25 @@ stable   the best measured plan, or the one of a      when a batch is larger tha
 Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
 guard, which moves tensors and changes no number.
 
-The search phase: tries the plans with the best predictions on the machine, and corrects the predictions.
+**Search** tries the plans with the best predictions on the machine, and corrects the predictions. A plan runs
+for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in use is then
+what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and shows whether
+memory suffices; if not, the plan is given up. The second is timed. Then the search for the others runs again
+with what the plan's steps used beyond the prediction. The best measured plan is kept: the fastest of those
+that stayed within the budget while nothing had to be evicted.
 
-A plan runs for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in
-use is then what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and
-shows whether memory suffices; if not, the plan is given up. The second is timed. Once a plan has been
-measured, the search for the others runs again with what its steps used beyond the prediction. **The best
-measured plan is kept**: the fastest of those that stayed within the budget while nothing had to be evicted.
+Where batches differ in size, a step's time is scaled, by tokens, to the planned size, and its memory is
+compared with the prediction for its own size. If a batch is larger, the planner plans for that batch from
+then on, and earlier trials count no longer.
 
-Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and its
-memory is compared with the prediction for its own size. If a batch is larger than the planned size, the
-planner plans for that batch from then on, and earlier trials count no longer.
+**Stable**: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
 
-The stable phase: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
-
-* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
-  more memory, so it runs under this plan or its bucket's own (`planning`). A larger batch runs under the
-  guard, which moves tensors if memory runs out; after its step the planner plans anew.
-* The **peak**, after each step, of what was in use. If it misses the budget, or if a step ran out of memory
-  and needed a `oom_guard`, the planner plans anew. If this happens under a bucket's plan, that plan is
-  dropped instead.
+* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
+  under this plan or its bucket's own (`planning`). A larger one runs under the guard; after its step the
+  planner plans anew.
+* The **peak** of what was in use, after each step. If it misses the budget, or if a step ran out of memory
+  and needed the guard, the planner plans anew. If this happens under a bucket's plan, that plan is dropped
+  instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
 ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
@@ -48,7 +47,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -132,12 +131,10 @@ class SearchPhase:
 
     @property
     def steps_left(self) -> int:
-        """Steps that are still to come, at most."""
         return max(self._steps_left, 0)
 
     @property
     def best(self) -> Trial:
-        """The best trial that has run; the first trial if none has."""
         return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
 
     def step_starts(self) -> None:
@@ -149,7 +146,6 @@ class SearchPhase:
             self._run.meter.hold_to(self.task.budget_bytes)
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """Note the size of a micro-batch of this step."""
         planned = self.task.size
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         if size is not None:
@@ -171,8 +167,8 @@ class SearchPhase:
             return False
         else:
             self._say(trial, fits)
-        if fits and self._costs_nothing(trial):
-            return True  # there is nothing faster
+        if fits and trial.plan.rows == self.task.fixed.rows:
+            return True  # it costs nothing, so there is nothing faster
         if self._steps_left <= 0 or not self._learn(trial, fits):
             return True
         self._next()
@@ -232,23 +228,17 @@ class SearchPhase:
             if profile is not task.profile:
                 predicted = task.predicted(profile, trial.plan)
         else:
-            profile_of_trial = task.at(reduce(BatchSize.joined, self._trial_sizes))
-            predicted = task.predicted(profile_of_trial, trial.plan)
+            predicted = task.predicted(task.at(reduce(BatchSize.joined, self._trial_sizes)), trial.plan)
         used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
         beyond = used - predicted.peak_bytes
         if not fits or profile is not task.profile or beyond > task.beyond_bytes:
             self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
-            self._search_again()
+            tried = [trial.plan.rows for trial in self.trials]
+            try:
+                self._waiting = [item for item in self._planned() if item.plan.rows not in tried]
+            except BudgetError as error:
+                logger.warning("%s: with what the last trial used, %s", self._run.name, error)
         return bool(self._waiting)
-
-    def _search_again(self) -> None:
-        try:
-            found = self._planned()
-        except BudgetError as error:
-            logger.warning("%s: with what the last trial used, %s", self._run.name, error)
-            return
-        tried = [trial.plan.rows for trial in self.trials]
-        self._waiting = [item for item in found if item.plan.rows not in tried]
 
     def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
@@ -256,12 +246,9 @@ class SearchPhase:
             found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
-        text = "%s: %d plan(s) worth a trial, found in %.2f s"
-        logger.debug(text, self._run.name, len(found), self.planning_s[-1])
+        said = "%s: %d plan(s) worth a trial, found in %.2f s"
+        logger.debug(said, self._run.name, len(found), self.planning_s[-1])
         return found
-
-    def _costs_nothing(self, trial: Trial) -> bool:
-        return trial.plan.rows == self.task.fixed.rows
 
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
@@ -294,7 +281,6 @@ class Stable:
         smaller: the plans of smaller batches; ``None``: there are none.
 
     Attributes:
-        plan: the plan for the largest batches, which is on the model when the phase begins.
         missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
             most of all ranks once `step_ended` has returned true.
     """
@@ -326,7 +312,6 @@ class Stable:
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """Choose plan and guard for a micro-batch of ``shape``."""
         planned, smaller = self._size, self.smaller
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         fits = planned is None or size is None or planned.covers(size)
@@ -346,7 +331,6 @@ class Stable:
             self._run.set_guard(True)
 
     def ran_out(self, failure: Failure) -> None:
-        """Note that memory ran out under the plan, and run the rest of this step under the guard."""
         if self.smaller is None or not self.smaller.drop_used():
             self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
         self._run.set_guard(True)
@@ -386,8 +370,8 @@ Value = TypeVar("Value")
 class Planner:
     """Finds a plan while a model trains, and keeps it on. Use as a context manager, or call `remove`.
 
-    It is used in place of an `AppliedPlan`. Call `step_ended` after each optimizer step: all forwards
-    between two such calls are the micro-batches of one step.
+    It is used in place of an `AppliedPlan`. Call `step_ended` after each optimizer step: all forwards between
+    two such calls are the micro-batches of one step.
 
     Args:
         run: the training.
@@ -441,7 +425,7 @@ class Planner:
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
             self._phase = self._stable_from(known)
@@ -482,7 +466,7 @@ class Planner:
         return self._run.applied if self.phase == "stable" and not self._run.guarded else None
 
     def stats(self) -> SwapStats:
-        """Return the totals since the planner began, over all plans that it put on the model."""
+        """Return the totals over all plans that the planner has put on the model."""
         return self._run.stats()
 
     @property
@@ -509,8 +493,8 @@ class Planner:
         """End a training step; call it after the optimizer's step, on every rank.
 
         Raises:
-            BudgetError: no plan fits the budget; the error names the least one that would do. The planner has
-                removed itself, because its guard would hold all later work of the process to this budget.
+            BudgetError: no plan fits; the error names the least budget that would do. The planner has removed
+                itself, because its guard would hold all later work of the process to this budget.
         """
         if not self._in_step:
             return
@@ -558,7 +542,7 @@ class Planner:
 
     def on_remove(self, step: Callable[[], None]) -> None:
         """Let `remove` call ``step`` too; the step that was added last is called first."""
-        self._undo.append(step)
+        self._undo.callback(step)
 
     @uninterrupted()
     def remove(self) -> None:
@@ -566,9 +550,7 @@ class Planner:
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         self._run.close()
-        undo, self._undo = self._undo, []
-        for step in reversed(undo):
-            step()
+        self._undo.close()
 
     def __repr__(self) -> str:
         left = 0 if isinstance(self._phase, Stable) else self._phase.steps_left
@@ -596,29 +578,27 @@ class Planner:
         self._phase.forward_starts(shape)
 
     def _stable_from(self, known: FilePlan) -> Stable:
-        run = self._run
+        run, asked_gib = self._run, self._run.training.memory.budget_gib
         run.replace_plans(known.plan, guarded=False)
-        asked_gib, budget = run.training.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
+        budget = known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
         logger.info("%s: stable: the plan of %s, nothing is searched", run.name, known.path)
-        size = BatchSize.of(known.batch_shape, False)
-        return Stable(run, budget, size, self._plans)
+        return Stable(run, budget, BatchSize.of(known.batch_shape, False), self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
         step = phase.step_ended()
         if step is None:
             return
         self._micro_batches = phase.micro_batches
-        own, step = step, _better_record(step, self._recorded)
-        self._recorded = step
-        if step is own:
-            self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
+        self._recorded = _better_record(step, self._recorded)
+        if step is self._recorded and not self._without_tiles:
+            self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # the search may take seconds
             self.progress(SearchPhase.name, max(self._run.training.memory.search_steps, 1))
         try:
-            self._phase = self._begin_search(step, self._largest)
+            self._phase = self._begin_search(self._recorded, self._largest)
         except BudgetError as error:
             if self._last is None:
                 raise
@@ -626,21 +606,19 @@ class Planner:
 
     def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
         """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
-        run, again = self._run, self._last is not None
+        run = self._run
         states_bytes = 0 if run.states is None else run.states.state_bytes
         states_bytes += 0 if run.weights is None else run.weights.host_bytes
-        device_bytes, unpredicted_bytes = run.meter.limit_bytes(), self._beyond_bytes
-        without = self._without_tiles
         task = agreed_task(
             step,
             run.fixed,
             run.training.memory,
-            device_bytes,
+            run.meter.limit_bytes(),
             states_bytes,
-            unpredicted_bytes,
-            again,
+            self._beyond_bytes,
+            self._last is not None,
             largest,
-            without,
+            self._without_tiles,
             run.training.in_flight,
         )
         on_device: Found | None = None
@@ -672,10 +650,6 @@ class Planner:
 
         Every rank must call it. Returns the recorded step without the states; if they stay, the best plan
         beside them, where it is known.
-
-        Args:
-            task: what is to be planned.
-            step: the recorded step, with the states on the device.
         """
         run = self._run
         if run.training.memory.preference != "auto":
@@ -710,7 +684,6 @@ class Planner:
         return WarmUp(run, first_steps(run))
 
     def _more_room(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
-        """Move frozen weights to the host, if they may, or run more in tiles; see `_more_tiles`."""
         return self._more_tiles(size, without) if self._run.movable is None else self._weights_to_host()
 
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
@@ -737,8 +710,8 @@ class Planner:
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose tiles ahead of the first forward if no plan fits some rank; return whether any were chosen.
 
-        Only with several ranks: one that runs out of memory later, in warm-up, cannot choose tiles alone.
-        Every rank must call it.
+        Only with several ranks, which all must call it: one that runs out of memory in warm-up cannot choose
+        tiles alone.
 
         Raises:
             BudgetError: weights, gradients and states alone exceed the budget (the only rank's).
@@ -746,12 +719,12 @@ class Planner:
         if self._may_reject and not is_dry(args, kwargs):
             self._may_reject = False
             error = self._run.budget_error(self._run.resting_bytes(), args, kwargs)
-            if error is not None and self._run.movable is not None:
+            if error is not None:
+                if self._run.movable is None:
+                    self.remove()
+                    raise error
                 self._phase = self._weights_to_host()
                 return True
-            if error is not None:
-                self.remove()
-                raise error
         if not self._may_tile_ahead or is_dry(args, kwargs):
             return False
         self._may_tile_ahead, before = False, self._phase
@@ -769,14 +742,13 @@ class Planner:
         return self._phase is not before
 
     def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
-        """Keep the earlier plan under the guard: nothing fits any more, but a running training goes on."""
         run = self._run
         logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
         run.replace_plans(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
-        """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
+        """Return the phase if it allows a retry, else ``""``."""
         if isinstance(self._phase, WarmUp):
             if self._run.movable is not None:
                 return self.phase
@@ -793,10 +765,7 @@ class Planner:
             raise DeviceMemoryError(failure.text)
 
     def _missed_budget(self) -> BudgetError | None:
-        """Return the error of a first step that ran out of the budget itself, as on a CPU; else ``None``.
-
-        The planner has then removed itself.
-        """
+        """Remove the planner if a first step ran out of the budget itself, as on a CPU; return the error."""
         run, asked_gib = self._run, self._run.training.memory.budget_gib
         if not isinstance(self._phase, WarmUp) or self._last is not None or asked_gib is None:
             return None
@@ -875,7 +844,7 @@ class Planner:
 
 
 def _better_record(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
-    """Return the earlier step if its batch was larger, since less must be guessed from it; else the later."""
+    """Return the step of the larger batch, since less must be guessed from it; if equal, the later one."""
     if before is None or before.size is None or step.size is None:
         return step
     same = before.profile.optimizer_state_bytes == step.profile.optimizer_state_bytes

@@ -1,12 +1,10 @@
-"""Reads and writes ``plan_file``: the plan that was found, and the run that it was found for.
+"""Reads and writes ``plan_file``: the plan that was found, what was measured, and the run it was found for.
 
 The document is that of `MemoryPlan.to_json`, so `apply` takes it and a person may edit it, with the sections
 ``made_for`` and ``measured`` added, and the plan's ``fingerprint``. A run that agrees with ``made_for`` uses
 the plan and searches nothing; so does a run whose file lacks that section, as ``hf-actswap plan --save``
-writes it, if its model is that of the fingerprint. The planner overwrites
-only files that it wrote for the same model on the same devices.
-
-The plans that were tried on the machine, what was measured of them, and which is best.
+writes it, if its model is that of the fingerprint. The planner overwrites only files that it wrote for the
+same model on the same devices.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -50,24 +48,12 @@ class MeasuredStep:
     @staticmethod
     def worst(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         """Return the largest value of each field over the steps of all ranks."""
-        return MeasuredStep(
-            max(step.step_ms for step in steps),
-            max(step.peak_bytes for step in steps),
-            max(step.reserved_peak_bytes for step in steps),
-            max(step.evicted_bytes for step in steps),
-            max(step.offloaded_bytes for step in steps),
-        )
+        return MeasuredStep(*(max(values) for values in zip(*map(astuple, steps), strict=True)))
 
 
 @dataclass
 class Trial:
-    """A plan that is tried on the machine.
-
-    Args:
-        plan: the plan.
-        prediction: its prediction.
-        steps: its measured steps, in order. The first also prepares: kernels, page-locked memory.
-    """
+    """A plan that is tried on the machine; its first step also prepares: kernels, page-locked memory."""
 
     plan: MemoryPlan
     prediction: Prediction
@@ -95,8 +81,7 @@ class Outcome:
     Args:
         peak_bytes, step_ms: device memory in use at the peak and time of a step, with the plan.
         without_peak_bytes, without_step_ms: the same if everything is kept.
-        source: where the peak without a plan comes from, in words.
-        time_source: where the time without a plan comes from, in words.
+        source, time_source: where the peak and the time without a plan come from, in words.
     """
 
     peak_bytes: int
@@ -173,7 +158,6 @@ class FilePlan:
     """What a plan file holds.
 
     Args:
-        plan: the plan.
         made_for: the run that it was found for; ``None`` where the file does not say.
         measured: numbers that the planner measured.
         predicted: numbers that ``hf-actswap plan`` predicted.
@@ -206,13 +190,12 @@ class FilePlan:
     @property
     def outcome(self) -> Outcome | None:
         """Time and peak with and without the plan, from the file; ``None``: the file lacks some of them."""
-        found = self.numbers
-        try:
-            with_plan = found["peak_bytes"], found["step_ms"]
-            without = found["without_plan_peak_bytes"], found["without_plan_step_ms"]
-        except KeyError:
+        names = ("peak_bytes", "step_ms", "without_plan_peak_bytes", "without_plan_step_ms")
+        found: Mapping[str, Any] = self.numbers
+        if not all(name in found for name in names):
             return None
-        return Outcome(*with_plan, *without, "as the plan file says", "as the plan file says")
+        said = "as the plan file says"
+        return Outcome(*(found[name] for name in names), said, said)
 
 
 def write_plan(
@@ -226,9 +209,7 @@ def write_plan(
 
     Args:
         path: path of the file; missing folders are made.
-        plan: the plan that was found.
         model: the model, without wrappers.
-        made_for: the run that it was found for.
         measured: numbers about the plan: those of `PlanNumbers`, and others for people to read.
 
     Raises:

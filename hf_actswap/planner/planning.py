@@ -1,12 +1,11 @@
 """Finds one plan for all ranks: puts together what they measured, searches on rank 0, sends the result.
 
-Plans for batches that are shorter than the largest: each bucket of sizes may have a plan of its own.
-
-The first batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step the
-planner searches a plan for the bucket by prediction, from the recorded step scaled to the bucket's upper
-edge, within the same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing
-the larger plan. Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of
-the planner run the same collectives.
+Batches that are shorter than the largest may have plans of their own, one for each bucket of sizes. The first
+batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step a plan is
+searched for the bucket by prediction, from the recorded step scaled to the bucket's upper edge, within the
+same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing the larger plan.
+Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of the planner run
+the same collectives.
 
 A plan that misses the budget is dropped for good. Where layers are compiled no bucket has a plan of its own,
 because each plan would need a compilation.
@@ -18,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
@@ -77,11 +76,7 @@ class PlanningTask:
     in_flight: float = 1
 
     def at(self, size: BatchSize) -> Profile:
-        """Return the profile scaled to another batch size, with compiled layers as trials have measured them.
-
-        Raises:
-            ValueError: the step cannot be scaled to it.
-        """
+        """Return the profile at another batch size; `ValueError`: the step cannot be scaled to it."""
         if size == self.size:
             return self.profile
         if self.step is None:
@@ -89,7 +84,6 @@ class PlanningTask:
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
     def grown(self, size: BatchSize) -> PlanningTask:
-        """Return the same task for batches of up to ``size`` too."""
         if self.step is None or self.size is None:
             raise ValueError("there is no recorded step to scale")
         size = self.size.joined(size)
@@ -145,16 +139,14 @@ def agreed_task(
 
     Args:
         own: the step that this rank recorded, with the optimizer's states where they are in every step.
-        fixed, memory: as in `PlanningTask`.
         device_bytes: device memory that this rank can use.
         states_bytes: host memory that the optimizer's states and frozen weights take on this rank.
-        unpredicted_bytes: as in `PlanningTask`; the same on every rank.
         again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
             the budget and is no error.
         largest: the largest batch that this rank has seen, which is planned for if it is larger than the
             recorded one; ``None``: not known.
-        unplanned: as in `PlanningTask`; ``None``: predicted from the recorded step.
-        in_flight: as in `PlanningTask`.
+        unplanned: ``None``: predicted from the recorded step.
+        fixed, memory, unpredicted_bytes, in_flight: as in `PlanningTask`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -198,33 +190,26 @@ def agreed_step(own: RecordedStep) -> RecordedStep:
     profile = step.profile
     slowdown = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
     links = [link for _, _, link in facts if link is not None]
-    profile = replace(
-        profile,
-        op_events=tuple(
-            replace(
-                op_event,
-                forward_ms=op_event.forward_ms * slowdown,
-                backward_ms=op_event.backward_ms * slowdown,
-            )
-            for op_event in profile.op_events
-        ),
-        link=slowest(links) if len(links) == len(facts) else None,
+    op_events = tuple(
+        replace(item, forward_ms=item.forward_ms * slowdown, backward_ms=item.backward_ms * slowdown)
+        for item in profile.op_events
     )
-    return replace(step, profile=profile)
+    link = slowest(links) if len(links) == len(facts) else None
+    return replace(step, profile=replace(profile, op_events=op_events, link=link))
 
 
 def found_by_rank_0(search: Callable[[], Value]) -> Value:
     """Run ``search`` on rank 0 and return on every rank what it returned there, or raise what it raised."""
-    outcome: tuple[Value | None, ActSwapError | None] = (None, None)
+    outcome: Any = None
     if rank() == 0:
         try:
-            outcome = (search(), None)
+            outcome = search()
         except ActSwapError as error:
-            outcome = (None, error)
-    value, problem = from_one_rank(outcome)
-    if problem is not None:
-        raise problem
-    return value  # type: ignore[return-value]
+            outcome = error
+    outcome = from_one_rank(outcome)
+    if isinstance(outcome, ActSwapError):
+        raise outcome
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -232,7 +217,7 @@ class StatesInPassing:
     """The optimizer's states are to wait on the host between its steps.
 
     Args:
-        resident_bytes: how many bytes of them leave in the first forward and come back in the last backward.
+        resident_bytes: `WholeStep.resident_bytes`.
         ms, kept_ms: the predicted time of the optimizer's step so, and with the states on the device.
     """
 
@@ -313,10 +298,7 @@ def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> tuple[s
 def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
 
-    Args:
-        task: what is to be planned.
-        count: the most plans.
-        first: the best plan, where it is known already.
+    ``first`` is the best plan, where it is known already.
 
     Raises:
         BudgetError: nothing fits; it names what would.
@@ -327,11 +309,10 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
         try:
             return candidates(task.profile, task.fixed, limits, count, first)
         except BudgetError:
-            least = least_peak_bytes(task.profile, task.fixed, limits)
             beyond = task.budget_bytes - limits.device_bytes
+            least = least_peak_bytes(task.profile, task.fixed, limits) + beyond
             peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
-            tiles = task.fixed.tiles
-            raise impossible(task.memory, task.budget_bytes, least + beyond, peak, tiles) from None
+            raise impossible(task.memory, task.budget_bytes, least, peak, task.fixed.tiles) from None
 
     return found_by_rank_0(search)
 
@@ -350,8 +331,7 @@ class ShapeBucket:
         batches: how many batches it had so far.
         plan: its own plan; ``None``: it shares the plan of the next larger bucket that has one.
         predicted: prediction of its own plan for a batch of the size ``edge``.
-        shared_ms: predicted time of a step under the shared plan, for such a batch; ``None``: no plan was
-            searched.
+        shared_ms: predicted time of such a step under the shared plan; ``None``: no plan was searched.
         dropped: whether its plan was dropped, because it missed the budget or could not be put on.
     """
 
@@ -393,7 +373,6 @@ class BucketPlans:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """All buckets that had a batch so far, the largest first."""
         return tuple(sorted(self._buckets.values(), key=lambda bucket: bucket.edge, reverse=True))
 
     def serve(self, size: BatchSize) -> None:
@@ -410,7 +389,6 @@ class BucketPlans:
         self._use(self._serving(edge))
 
     def use_largest(self) -> None:
-        """Put the largest plan on."""
         self._run.suspend_for(self._largest)
 
     def step_ended(self) -> None:
@@ -432,7 +410,6 @@ class BucketPlans:
         return True
 
     def _serving(self, edge: BatchSize) -> ShapeBucket:
-        """Return the smallest bucket with a plan that fits batches of size ``edge``."""
         fitting = [item for item in self._buckets.values() if item.plan and item.edge.covers(edge)]
         return min(fitting, key=lambda item: item.edge)
 
@@ -452,8 +429,8 @@ class BucketPlans:
         applied = self._applied.pop(bucket.edge, None)
         if applied is not None:
             self._run.drop(applied)
-            text = "%s: %s: its plan missed the budget; from now on a larger one serves it"
-            logger.info(text, self._run.name, _name(bucket))
+            said = "%s: %s: its plan missed the budget; from now on a larger one serves it"
+            logger.info(said, self._run.name, _name(bucket))
 
     def _search(self, bucket: ShapeBucket) -> None:
         task, larger = self._task, self._serving(bucket.edge).plan

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
 from ..engine.stats import GIB
@@ -155,7 +156,6 @@ class SearchResult:
 
     @property
     def allocatable_bytes(self) -> int:
-        """The most that tensors of a step may take: the budget without fragments."""
         return allocatable_bytes(self.profile, self.memory, self.budget_bytes)
 
     @property
@@ -190,12 +190,9 @@ def memory_in_force(
 ) -> MemoryConfig:
     """Return the ``memory`` section to plan with; mode ``off`` becomes ``adaptive``, that of ``auto``.
 
-    Args:
-        budget: the device's budget in bytes, which replaces the section's own; ``None``: not given.
-        step: the step, whose device has a usual amount of host memory.
-        ranks: several leave more of the device free, for buffers of collectives.
-        host: host memory of a rank in bytes, which replaces the section's own; ``None``: not given, so a
-            section without one gets the usual amount.
+    The device's ``budget`` and a rank's ``host`` memory, in bytes, replace the section's own; a section
+    without either gets the host memory that is usual for the device. Several ranks leave more of the device
+    free, for buffers of collectives.
     """
     memory = config.memory
     if memory.mode == "off":
@@ -300,10 +297,10 @@ def planned(
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
 
+    search = _Search(found, step, memory, profile, fixed, with_least)
     if memory.preference != "auto":
-        return _of_whole_steps(_with_tiles(found, step, config, memory, profile, fixed, with_least))
-    kept = replace(memory, preference="performance")
-    result = _of_whole_steps(_with_tiles(found, step, config, kept, profile, fixed, with_least))
+        return search.with_tiles(config)
+    result = replace(search, memory=replace(memory, preference="performance")).with_tiles(config)
     if memory.mode != "adaptive" or memory.optimizer_in_backward:
         return result
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
@@ -311,7 +308,7 @@ def planned(
     def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
         bucket = memory.swap_bucket_size if swaps else 0
         moved = replace(memory, preference="memory_saving", swap_bucket_size=bucket)
-        found_so = _on_paper(found, step, moved, profile, fixed, with_least).planned(profile, fixed)
+        found_so = replace(search, memory=moved).planned(profile, fixed)
         one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
         return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
 
@@ -324,12 +321,7 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
     """Return the result with frozen weights where a training with ``weights: auto`` has them.
 
     That is the device, unless nothing fits so (tiles that nobody wrote not counted), or the host is faster.
-
-    Args:
-        at: searches with the weights in a place. For the host it may raise `PlanError`: nothing can be moved.
-
-    Raises:
-        BudgetError: nothing fits in either place.
+    ``at`` searches with the weights in a place; for the host it may raise `PlanError`: nothing can be moved.
     """
 
     def on_host() -> tuple[SearchResult, float]:
@@ -359,7 +351,6 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
 
 
 def _of_whole_steps(result: SearchResult) -> SearchResult:
-    """Return a result of one micro-batch with the times of the optimizer's step."""
     steps = {}
     for name, one in result.steps.items():
         moved = result.states_moved and name in (PLANNED, LEAST)
@@ -377,62 +368,13 @@ def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: fl
     return replace(whole, steps=steps, kept_states_ms=kept_ms, resident_state_bytes=resident)
 
 
-def _with_tiles(
-    found: AnalysedModel,
-    step: StepShape,
-    config: ActSwapConfig,
-    memory: MemoryConfig,
-    profile: Profile,
-    fixed: MemoryPlan,
-    with_least: bool,
-) -> SearchResult:
-    """Search a plan with the optimizer's states where ``memory.preference`` says; if none fits, in tiles."""
-    on_paper = _on_paper(found, step, memory, profile, fixed, with_least)
-    budget = on_paper.budget_bytes
-    try:
-        return on_paper.planned(profile, fixed)
-    except BudgetError as error:
-        errors = [error]
-    chosen = config.memory.mode != "smart_swap" and profile.source == "shapes"
-    if (
-        chosen
-        and step.sequences * step.tokens > AUTO_LEAST_TOKENS
-        and fits_outside_backward(profile, memory, allocatable_bytes(profile, memory, budget))
-    ):
-        for tiles, tiled in ladder_of(found, config):
-            with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
-                profile = profile_of(found, step, tiled.tiles)
-            try:
-                return replace(on_paper.planned(profile, tiled), chosen_tiles=tiles)
-            except BudgetError as error:
-                errors.append(error)
-    raise min(errors, key=lambda error: error.least_bytes)
-
-
-def _on_paper(
-    found: AnalysedModel,
-    step: StepShape,
-    memory: MemoryConfig,
-    profile: Profile,
-    fixed: MemoryPlan,
-    with_least: bool,
-) -> _Search:
-    moved = memory.preference == "memory_saving"
-    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False).peak_bytes
-    budget = budget_bytes(memory, profile.device_bytes, unplanned)
-    return _Search(found, step, memory, profile, fixed, with_least, unplanned, budget)
-
-
 @dataclass(frozen=True)
 class _Search:
-    """Searches for plans within one budget.
+    """Searches for plans within the budget of ``memory``, with the optimizer's states where it says.
 
     Args:
-        found, step, memory, with_least: see `planned`.
         profile: profile of the step, in the tiles that the user wrote.
         written: the plan of the fates that the user wrote.
-        unplanned_bytes: peak of the step under that plan.
-        budget_bytes: the budget.
     """
 
     found: AnalysedModel
@@ -441,19 +383,42 @@ class _Search:
     profile: Profile
     written: MemoryPlan
     with_least: bool
-    unplanned_bytes: int
-    budget_bytes: int
+
+    @cached_property
+    def unplanned_bytes(self) -> int:
+        moved = self.memory.preference == "memory_saving"
+        simulator = Simulator(self.profile)
+        return simulator.predict(self.written, optimizer_states_moved=moved, curve=False).peak_bytes
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        return budget_bytes(self.memory, self.profile.device_bytes, self.unplanned_bytes)
+
+    def with_tiles(self, config: ActSwapConfig) -> SearchResult:
+        """Search a plan of whole steps; if none fits, in more tiles."""
+        found, step, profile = self.found, self.step, self.profile
+        try:
+            return _of_whole_steps(self.planned(profile, self.written))
+        except BudgetError as error:
+            errors = [error]
+        allocatable = allocatable_bytes(profile, self.memory, self.budget_bytes)
+        if (
+            config.memory.mode != "smart_swap"
+            and profile.source == "shapes"
+            and step.sequences * step.tokens > AUTO_LEAST_TOKENS
+            and fits_outside_backward(profile, self.memory, allocatable)
+        ):
+            for tiles, tiled in ladder_of(found, config):
+                with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
+                    profile = profile_of(found, step, tiled.tiles)
+                try:
+                    return _of_whole_steps(replace(self.planned(profile, tiled), chosen_tiles=tiles))
+                except BudgetError as error:
+                    errors.append(error)
+        raise min(errors, key=lambda error: error.least_bytes)
 
     def planned(self, profile: Profile, fixed: MemoryPlan) -> SearchResult:
-        """Search a plan.
-
-        Args:
-            profile: profile of the step in the tiles of ``fixed``.
-            fixed: plan of the fates that the search does not change.
-
-        Raises:
-            BudgetError: no plan fits the budget.
-        """
+        """Search a plan that keeps ``fixed``; ``profile`` is of the step in its tiles."""
         memory, budget = self.memory, self.budget_bytes
         allocatable = allocatable_bytes(profile, memory, budget)
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)

@@ -36,7 +36,6 @@ def runs_its_own_dispatch(types: Iterable[type]) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name of the device for display: the GPU's own name, else the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -174,10 +174,6 @@ _Key = tuple[str, tuple[int, ...]]
 """Name of an op, and the bytes of each of its inputs."""
 _FLATTENING = ("allgather_", "reduce_scatter_", "alltoall_")
 """Name prefixes of collectives on lists of tensors, which the backend may first copy into one tensor."""
-_BRACKETS: Mapping[str, Literal["begin", "end"]] = {
-    "hf_actswap::op_begin": "begin",
-    "hf_actswap::op_end": "end",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +181,10 @@ class OpTraits:
     """Properties of one overload of an op, read off its schema once for each op.
 
     Args:
-        name: name of the op with its overload.
         why_once: why it must not be run twice; empty: it may be.
-        random: whether it may draw random numbers.
         allocates: whether it makes tensors.
         gathers: whether its results are larger than its inputs by the number of ranks.
         resizes: whether it grows its first argument to the size of its second.
-        bracket: which mark of an `op_hook` it is; ``None``: it is no mark.
     """
 
     name: str
@@ -200,7 +193,6 @@ class OpTraits:
     allocates: bool
     gathers: bool
     resizes: bool
-    bracket: Literal["begin", "end"] | None
 
     def needs_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Guess how many bytes an op that must not be run twice allocates: as many as it reads."""
@@ -212,15 +204,13 @@ class OpTraits:
         return _tensor_bytes((args, kwargs)) * ranks
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
-        """Return the key under which the memory that a call needs is remembered."""
         return self.name, tuple(tensor.nbytes for tensor in _tensors((args, kwargs)))
 
 
 def _traits_of(op: Any) -> OpTraits:
-    """Return an ``OpOverload``'s traits; of anything else (a higher-order operator) only why it runs once."""
     schema = getattr(op, "_schema", None)
     if schema is None:
-        return OpTraits(str(op), why_run_once(op), False, False, False, False, None)
+        return OpTraits(str(op), why_run_once(op), False, False, False, False)
     short = schema.name.partition("::")[2]
     resizes = short == "resize_"
     if op.namespace == "c10d":
@@ -229,8 +219,7 @@ def _traits_of(op: Any) -> OpTraits:
         makes = any(item.alias_info is None and "Tensor" in str(item.type) for item in schema.returns)
         allocates = resizes or (short != "wait_tensor" and makes)
     gathers = is_collective(op) and short.startswith("all_gather")
-    bracket = _BRACKETS.get(schema.name)
-    return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes, bracket)
+    return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes)
 
 
 class OomGuard(TorchDispatchMode):
@@ -291,7 +280,6 @@ class OomGuard(TorchDispatchMode):
         self._called[call] = key, self._bytes_without_evictions()
 
     def op_ends(self, call: int, outputs: Sequence[torch.Tensor], failed: bool, wanted_bytes: int) -> None:
-        """Note how much memory an extension op needed; ``failed``: it ran out of memory."""
         if call not in self._called:  # the guard was not there when it began
             return
         key, before_bytes = self._called.pop(call)
@@ -308,13 +296,10 @@ class OomGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         written: Sequence[torch.Tensor],
     ) -> tuple[Any, int]:
-        """Run a function as if it were one op, and again if it runs out of memory; return its result and the
-        bytes that it allocated and did not free.
+        """Run a function as one op; return its result and the bytes that it allocated and did not free.
 
-        Args:
-            name: name for the log; calls with the same name and argument sizes are assumed to be alike.
-            function, args, kwargs: the call to run.
-            written: tensors that it might change; if it has changed one, it is not run again.
+        Calls with the same name and argument sizes are assumed to need the same. If a failed one has changed
+        one of ``written``, it is not run again.
         """
         key = name, tuple(leaf.nbytes for leaf in written)
         self.make_room(name, self._room.get(key, 0))
@@ -341,17 +326,16 @@ class OomGuard(TorchDispatchMode):
     ) -> Any:
         if types and runs_its_own_dispatch(types):
             return NotImplemented  # the ops into which the subclass turns it are seen one by one
+        if func is _op_begin:
+            self.op_begins(*args)
+            return func(*args)  # for the modes below
+        if func is _op_end:
+            func(*args)
+            return self.op_ends(*args)
         kwargs = kwargs or {}
         traits = self._traits.get(func)
         if traits is None:
             traits = self._traits[func] = _traits_of(func)
-        if traits.bracket is not None:
-            if traits.bracket == "begin":
-                self.op_begins(*args)
-            func(*args)  # for the modes below
-            if traits.bracket == "end":
-                self.op_ends(*args)
-            return None
         if traits.why_once:
             return self._run_once(func, args, kwargs, traits)
         states = self._random.saved(kwargs.get("generator")) if traits.random else None
@@ -557,11 +541,9 @@ class op_hook:  # read as a verb, like `torch.no_grad`
     def __init__(
         self, name: str, inputs: Iterable[torch.Tensor] = (), outputs: Iterable[torch.Tensor] = ()
     ) -> None:
-        self._name, self._inputs = name, list(inputs)
-        self._outputs, self._call = list(outputs), 0
-        if self._outputs:
-            self._inputs += self._outputs  # they exist already
-            self._outputs = []
+        self._name, self._call = name, 0
+        self._inputs = [*inputs, *outputs]  # these outputs exist already
+        self._outputs: list[torch.Tensor] = []
 
     def outputs(self, *tensors: torch.Tensor) -> None:
         """Tell which tensors the op has made."""
@@ -617,7 +599,6 @@ class Retry:
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
-        """Retry forwards of ``module`` together with the hooks on it; return what undoes this."""
 
         def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
@@ -755,8 +736,8 @@ class CommunicationCheck:
     * the **sequence numbers of the process groups** before and after an attempt: each collective increases
       one, also inside compiled regions and in ops that only some forwards run.
 
-    DistributedDataParallel broadcasts buffers before the forward of the model inside it, and reduces
-    gradients in backward. An extension's kernels that reach other devices by themselves are not seen.
+    DistributedDataParallel communicates before the forward of the model inside it, and in backward. An
+    extension's kernels that reach other devices by themselves are not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -95,11 +95,7 @@ STEPS_PER_TRIAL = 2
 class SearchPhase:
     """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
 
-    Args:
-        run: the training.
-        task: what is to be planned.
-        steps: the most training steps that the search takes.
-        first: the best plan by prediction, where it is known already.
+    ``first`` is the best plan by prediction, where it is known already; the search takes ``steps`` at most.
 
     Attributes:
         trials: the plans tried so far for the largest batch.
@@ -193,7 +189,6 @@ class SearchPhase:
         return measured, largest
 
     def _grows(self, size: BatchSize) -> bool:
-        """Plan for batches of up to ``size``; return whether a plan fits them."""
         before, planned = self.task, self._waiting
         self.task = before.grown(size)
         logger.info(
@@ -221,7 +216,6 @@ class SearchPhase:
         self._run.replace_plans(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
-        """Correct predictions by what ``trial`` used; return whether there are more plans to try."""
         task, profile, predicted = self.task, self.task.profile, trial.prediction
         if self._trial_sizes <= {task.size}:
             profile = learned(profile, trial.plan, shown_by(trial))
@@ -272,8 +266,6 @@ class Stable:
     """The phase in which the plan that was found stays on, until a batch or a peak needs a new one.
 
     Args:
-        run: the training; the plan is on the model.
-        budget_bytes: the most that a step may use.
         size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
         plans: how many plans were made so far.
         stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
@@ -374,7 +366,6 @@ class Planner:
     two such calls are the micro-batches of one step.
 
     Args:
-        run: the training.
         made_for: describes this run for a plan file, given a batch's shape; ``None``: no file is written.
         known: the plan of a file, which is used instead of searching.
         writes_file: whether ``memory.plan_file`` may be written.
@@ -457,7 +448,6 @@ class Planner:
 
     @property
     def memory_mode(self) -> str:
-        """``smart_swap`` or ``adaptive``."""
         return self._run.name
 
     @property
@@ -528,12 +518,10 @@ class Planner:
             self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, again if memory runs out (`oom_guard`).
+        """Run forward and backward of a micro-batch, again if memory runs out; a forward alone is retried
+        anywhere.
 
-        A forward is retried wherever it is called; a backward only in here.
-
-        Args:
-            step: runs both, and nothing else that must not happen twice.
+        ``step`` runs both, and nothing else that must not happen twice.
 
         Raises:
             DeviceMemoryError: the micro-batch cannot be run again, and the text says why.
@@ -605,7 +593,6 @@ class Planner:
             self._keep_last_plan_guarded(self._last, error)
 
     def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
-        """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
         run = self._run
         states_bytes = 0 if run.states is None else run.states.state_bytes
         states_bytes += 0 if run.weights is None else run.weights.host_bytes
@@ -648,8 +635,8 @@ class Planner:
     ) -> RecordedStep | Found | None:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
-        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan
-        beside them, where it is known.
+        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan so
+        far.
         """
         run = self._run
         if run.training.memory.preference != "auto":
@@ -689,9 +676,7 @@ class Planner:
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
         """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
 
-        Args:
-            size: size of the largest batch.
-            without: the step predicted without a plan so far; ``None``: no step has been recorded.
+        ``without`` is the step predicted without a plan so far; ``None``: no step has been recorded.
         """
         run = self._run
         if size is None or size.tokens <= AUTO_LEAST_TOKENS:

@@ -33,7 +33,6 @@ class MeasuredStep:
 
     Args:
         step_ms: time from the first forward to the end of the step.
-        peak_bytes: the most device memory in use.
         reserved_peak_bytes: the most that the allocator held.
         evicted_bytes: bytes that the guard moved because memory ran out.
         offloaded_bytes: bytes that the plan swapped.
@@ -66,7 +65,6 @@ class Trial:
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The most bytes that the allocator held in any step."""
         return max((step.reserved_peak_bytes for step in self.steps), default=0)
 
     def fits(self, budget_bytes: int) -> bool:
@@ -115,10 +113,7 @@ class MadeFor:
         batch_shape: shape of the input ids of one micro-batch. The plan serves smaller batches too; when a
             larger one comes, the planner plans anew.
         dtype: type of the parameters.
-        device: name of the device.
-        world_size: number of ranks.
         requested: the ``memory`` section without the file's name, and the fates written by hand.
-        versions: versions of PyTorch and of this package.
     """
 
     model: str
@@ -205,15 +200,11 @@ def write_plan(
     made_for: MadeFor,
     measured: Mapping[str, Any],
 ) -> None:
-    """Write a plan, whole or not at all.
+    """Write a plan, whole or not at all; missing folders are made. `OSError`: the file cannot be written.
 
     Args:
-        path: path of the file; missing folders are made.
         model: the model, without wrappers.
         measured: numbers about the plan: those of `PlanNumbers`, and others for people to read.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     whole = replace(plan, fingerprint=fingerprint_of(model, made_for.batch_shape))
     document: dict[str, Any] = json.loads(whole.to_json())

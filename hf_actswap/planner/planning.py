@@ -54,7 +54,6 @@ class PlanningTask:
     Args:
         profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
-        memory: the ``memory`` section of the configuration.
         budget_bytes: the most device memory that a step may use, fragments included.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states and frozen weights take.
@@ -94,12 +93,7 @@ class PlanningTask:
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
 
     def plan_at(self, size: BatchSize) -> Found:
-        """Return the best predicted plan for a smaller size; each rank searches, and all find the same.
-
-        Raises:
-            ActSwapError: nothing fits, or scipy is missing.
-            ValueError: the step cannot be scaled to it.
-        """
+        """Return the best predicted plan for a smaller size; each rank searches, and all find the same."""
         return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
@@ -140,13 +134,12 @@ def agreed_task(
     Args:
         own: the step that this rank recorded, with the optimizer's states where they are in every step.
         device_bytes: device memory that this rank can use.
-        states_bytes: host memory that the optimizer's states and frozen weights take on this rank.
         again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
             the budget and is no error.
         largest: the largest batch that this rank has seen, which is planned for if it is larger than the
             recorded one; ``None``: not known.
         unplanned: ``None``: predicted from the recorded step.
-        fixed, memory, unpredicted_bytes, in_flight: as in `PlanningTask`.
+        fixed, memory, states_bytes, unpredicted_bytes, in_flight: as in `PlanningTask`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -231,13 +224,8 @@ def states_in_passing(
 ) -> tuple[StatesInPassing | None, Found | None]:
     """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
 
-    ``None``: they stay. With it comes the best plan with them on the device; ``None``: nothing fits. The same
-    on every rank.
-
-    Args:
-        task: what is to be planned, with the states on the device.
-        micro_batches: how many micro-batches the gradients of a step are accumulated from.
-        on_device: that plan, where it is known already.
+    ``None``: they stay. With it comes the best plan with them on the device (``on_device``, where it is known
+    already); ``None``: nothing fits. The same on every rank.
     """
     profile, limits = task.profile, task.limits()
 
@@ -265,10 +253,7 @@ def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> tuple[s
     """Return why the frozen weights of layers should wait on the host, and the best plan without that.
 
     The reason is empty where they should not; the plan is ``None`` if nothing fits. The same on every rank.
-
-    Args:
-        task: what is to be planned, with the weights on the device.
-        sizes_bytes: bytes of each layer's frozen weights, in the order of forward.
+    ``sizes_bytes`` are those of each layer's weights, in the order of forward.
     """
     limits, profile = task.limits(), task.profile
     left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
@@ -298,10 +283,7 @@ def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> tuple[s
 def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
 
-    ``first`` is the best plan, where it is known already.
-
-    Raises:
-        BudgetError: nothing fits; it names what would.
+    ``first`` is the best plan, where it is known already. `BudgetError`: nothing fits; it names what would.
     """
     limits = task.limits()
 
@@ -346,12 +328,7 @@ class ShapeBucket:
 
 
 class BucketPlans:
-    """Chooses the plan for each batch: that of the largest batches, on the model at first, or a smaller one.
-
-    Args:
-        run: the training.
-        task: the task for which the largest plan was found.
-        largest: the trial of that plan.
+    """Chooses the plan for each batch: that of ``largest``, on the model at first, or a smaller one.
 
     Attributes:
         planning_s: seconds that each search took.
@@ -392,7 +369,6 @@ class BucketPlans:
         self._run.suspend_for(self._largest)
 
     def step_ended(self) -> None:
-        """Search plans for the buckets that had their first batch in this step."""
         self._used = set()
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:

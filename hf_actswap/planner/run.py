@@ -94,11 +94,8 @@ class Run:
     """One training under the planner.
 
     Args:
-        training: the model, its optimizer and what the user wrote for them.
         fixed: the fates that the user wrote by hand, which plans keep. Its tiles, to which the planner may
             add, are on the model under every plan.
-        transfer: makes time stamps, measures the link.
-        guard: lets ops survive running out of memory while it is on.
         idle: the tensors that the guard can evict.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
@@ -236,16 +233,12 @@ class Run:
 
     @uninterrupted()
     def suspend_for(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
-        """Let another plan act from the next forward on, and suspend the current one.
+        """Let another plan act from the next forward on, and suspend the current one; if it cannot, that one
+        stays on.
 
         Graphs that still live keep to the plan under which they were made. Call this before the module's
-        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs.
-
-        Args:
-            plan: a suspended plan, or a new one, which then stays beside the others until `take_off`.
-
-        Raises:
-            PlanError: a new plan cannot be put on; the current one stays on.
+        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs. ``plan``
+        is a suspended plan, or a new one, which then stays beside the others until `take_off`.
         """
         before = self.applied
         if plan is before:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import tee
 from math import prod
@@ -79,8 +79,6 @@ class LeastBudget:
     Args:
         training: the model and, if known, its optimizer. States not made yet are counted as Adam's would be.
         fixed: returns the fates written by hand, with the current tiles.
-        device: name of the model's device.
-        put_tiles: puts tiles on the model and returns what takes them off.
         states_moved: returns whether the optimizer's states wait on the host.
         ladder: plans with more and more in tiles that the planner may choose.
     """
@@ -116,7 +114,6 @@ class LeastBudget:
         self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the least peak of any plan for a forward with these arguments; ``None``: it is not known."""
         self.forward_starts(self._root, args, kwargs)
         return self._computed(self._fixed())
 
@@ -195,7 +192,7 @@ class LeastBudget:
             profile = profile_from_shapes(
                 self._root,
                 self._structure,
-                tree_map(_on_meta, self._call),
+                self._call,
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=self._gradients_exist,
@@ -230,23 +227,11 @@ def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
     return found[0] if found else None
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Shape and type of a tensor whose values do not matter, kept in its place."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _without_numbers(value: Any) -> Any:
-    """Return a `_Shape` for a floating-point tensor; ids and masks stay, as the values of a mask matter."""
+    """Return a floating-point tensor on ``meta``; ids and masks stay, as the values of a mask matter."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return _Shape(value.shape, value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value
-
-
-def _on_meta(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Shape) else value
 
 
 COUNTING_ALLOCATORS = ("native", "cudaMallocAsync", "hipMallocAsync")
@@ -274,7 +259,6 @@ def start_planner(
     """Put a planner on a model in training and return it; every rank must call it.
 
     Args:
-        training: the model, its optimizer and what the user wrote for them.
         put, put_tiles: functions that put a plan, and tiles, on the model.
         host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
         transfer: how bytes are copied; by default streams on an accelerator, blocking copies on the CPU.
@@ -486,13 +470,9 @@ def problems_of_planner(
     allocator: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Return the reasons why the planner cannot run with ``model``; an empty list if there are none.
+    """Return the reasons why the planner cannot run with ``model``, bare or in its wrappers, on its device.
 
-    Args:
-        model: the model on its device, bare or in its wrappers.
-        mode: ``memory.mode``.
-        allocator: name of the device's allocator; ``None``: what `allocator_name` returns.
-        environment: the process's environment variables; ``None``: ``os.environ``.
+    ``allocator`` and ``environment`` replace those of the device and the process.
     """
     root = unwrapped(model)
     layers = structure.layer_modules(root)

@@ -228,12 +228,8 @@ class EvictableForwards:
 
     The recorder follows only one of a step's micro-batches, and no plan is on meanwhile. Without this class
     the tensors saved by the others could not be evicted, and a step that does not fit would not survive.
-    Start it before the recorder, and stop it after the recorder.
-
-    Args:
-        module: the module whose call is a forward.
-        hold: makes the ticket that takes the place of a saved tensor.
-        recorded: whether the recorder follows the forward that has just begun.
+    Start it before the recorder, and stop it after the recorder. ``hold`` makes the ticket that takes the
+    place of a saved tensor.
     """
 
     def __init__(

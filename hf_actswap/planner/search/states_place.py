@@ -46,13 +46,9 @@ class WholeStep:
 def whole_step(
     profile: Profile, micro_batch: Prediction, micro_batches: int, states_moved: bool = False
 ) -> WholeStep:
-    """Return the step of several micro-batches, given the predicted step of one.
+    """Return the step of ``micro_batches``, given the predicted step of one.
 
-    Args:
-        profile: profile of the step of one micro-batch.
-        micro_batch: its prediction under a plan.
-        micro_batches: how many a step has.
-        states_moved: whether the optimizer's states are on the host meanwhile, and come and go in its step.
+    ``states_moved``: the optimizer's states are on the host meanwhile, and come and go in its step.
     """
     once_ms, _ = outside(profile, profile.link, states_moved)
     return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
@@ -63,9 +59,7 @@ def with_states_in_passing(
 ) -> WholeStep:
     """Return the step with as many states as fit coming and going in the last backward and the first forward.
 
-    Args:
-        profile, micro_batch, micro_batches: as in `whole_step`; the prediction is with the states moved.
-        limit_bytes: the most device memory in use.
+    ``micro_batch`` is predicted with the states moved; ``limit_bytes`` is the most device memory in use.
     """
     link, states = profile.link, profile.optimizer_state_bytes
     step = whole_step(profile, micro_batch, micro_batches, True)
@@ -121,8 +115,6 @@ def with_states_on_host(
     more host memory than there is.
 
     Args:
-        profile, micro_batches: as in `whole_step`.
-        host_bytes: the most host memory; ``None``: no limit.
         kept: the optimizer's step under the best plan with the states on the device.
         search: searches the best plan with the states on the host, with swap or without: in the first forward
             and the last backward swapped tensors and states share the link. It may raise `BudgetError`.
@@ -151,10 +143,10 @@ def faster_with_weights_on_host(
     ``None``: they stay on the device.
 
     Args:
-        kept_ms: time of a step under the best plan with the weights on the device.
-        least_ms: the least time that a step takes, wherever they are.
-        search: searches the best plan with the weights on the host, and returns it with its step's time. It
-            may raise `PlanError`.
+        kept_ms: a step under the best plan with the weights on the device.
+        least_ms: the least that a step takes, wherever they are.
+        search: returns the best plan with the weights on the host, and its step's time. It may raise
+            `PlanError`.
         in_words: says that a step takes the first time, and the second one with the weights in that place.
     """
     most_ms = (1 - WORTH) * kept_ms

@@ -94,7 +94,6 @@ class OptimizerInBackward:
         self.grad_norm: torch.Tensor | None = None
 
     def attach(self) -> None:
-        """Put hooks on parameters, optimizer and model."""
         optimizer = self._optimizer
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:

@@ -89,7 +89,6 @@ class StreamedStep:
                 group["params"] = own
 
     def order(self, states: WatchedStates) -> list[StateStorage]:
-        """Return the storages in the order in which the step needs them."""
         return self._residence.storages_of_all(key for key in of_optimizer(self._optimizer) if key in states)
 
     def run(self, states: WatchedStates, resident_bytes: int) -> None:
@@ -132,7 +131,6 @@ class StreamedStep:
         self._residence.release(resident_bytes)
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
-        """Bring a bucket's states to the device, and start copies of later ones as far as there is room."""
         residence = self._residence
         for storage in needed:
             if storage.place == "host":
@@ -591,7 +589,6 @@ class OptimizerStates:
         return key
 
     def send_all(self) -> None:
-        """Start copies out of all states that are on the device."""
         for storage in self._residence.all():
             self._residence.turn_back(storage)
             self._residence.leave(storage)
@@ -644,13 +641,12 @@ class OptimizerStates:
             self._returns.stream = torch.accelerator.current_stream(self._device)
         if streams:
             self._step.run(states, self.most_resident_bytes)
-            self._depth = 1
-            return new
+        else:
+            for storage in self._residence.all():
+                self._residence.start_return(storage)
+            for storage in self._residence.all():
+                self._residence.bring(storage)
         self._depth = 1
-        for storage in self._residence.all():
-            self._residence.start_return(storage)
-        for storage in self._residence.all():
-            self._residence.bring(storage)
         return new
 
     def _inside(self, closure: Closure) -> Closure:

@@ -34,7 +34,6 @@ class Placeholders:
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, view: View) -> torch.Tensor:
-        """Return a placeholder of the dtype and shape of ``view``."""
         dtype = view.dtype
         if dtype not in self._elements:
             if dtype.is_floating_point or dtype.is_complex:
@@ -45,7 +44,6 @@ class Placeholders:
         return self._elements[dtype].expand(view.shape)
 
     def is_(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` refers to a placeholder."""
         element = self._elements.get(tensor.dtype)
         return element is not None and tensor.untyped_storage()._cdata == element.untyped_storage()._cdata
 
@@ -55,12 +53,8 @@ class StateStorage:
 
     It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
     the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is owned by
-    autograd's tickets and leaves at most once, when memory runs out.)
-
-    Args:
-        storage: the storage, on the device.
-        host: a host block of its size, which the caller takes from a pool and gives back.
-        absent: placeholders for its tensors.
+    autograd's tickets and leaves at most once, when memory runs out.) The caller takes its host block, which
+    has its size, from a pool and gives it back.
 
     Attributes:
         tensors: by the key in ``optimizer.state``: plain tensors that share the storage.
@@ -229,13 +223,10 @@ def holders(storage: torch.UntypedStorage) -> int:
 
 
 class WatchedStates(defaultdict[Any, Any]):
-    """A `collections.defaultdict` that calls a function before each access to a value.
+    """A `collections.defaultdict` that calls ``looked`` before each access to a value.
 
-    Pickling or copying it gives a plain `defaultdict` with all states.
-
-    Args:
-        states: its first contents.
-        looked: called with the key that is accessed, if present, or with ``None`` if all values are.
+    It gets the key that is accessed, if present, or ``None`` if all values are. Pickling or copying gives a
+    plain `defaultdict` with all states.
     """
 
     def __init__(self, states: dict[Any, Any], looked: Callable[[Hashable | None], None]) -> None:
@@ -305,12 +296,7 @@ NO_HOST_MEMORY = "no host memory for optimizer states"
 
 
 class StateResidence:
-    """Finds the storages of an optimizer's states and moves them.
-
-    Args:
-        pool: the host memory to which states move.
-        device: the device of the states.
-        min_tensor_bytes: smaller storages stay on the device.
+    """Finds the storages of an optimizer's states and moves them; those below ``min_tensor_bytes`` stay.
 
     Attributes:
         device_bytes: bytes of the storages with a host block that are on the device.
@@ -398,10 +384,7 @@ class StateResidence:
             return self.total_bytes
 
     def leave(self, storage: StateStorage) -> None:
-        """Start the copy out of a storage; if the host has its bytes already, free it at once.
-
-        Does nothing unless it is on the device.
-        """
+        """Start the copy out of a storage on the device; if the host has its bytes, free it at once."""
         if storage.place != "device":
             return
         address = storage.address()

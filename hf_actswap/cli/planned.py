@@ -122,7 +122,6 @@ class SearchResult:
     """The result of the planner's search.
 
     Args:
-        memory: the ``memory`` section that was used.
         profile: profile of the step without a plan.
         budget_bytes: the budget, which the plan and the allocator's fragments keep within.
         steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested. Of
@@ -283,8 +282,8 @@ def planned(
         with_least: whether to predict the step with the least peak too.
 
     Raises:
-        BudgetError: nothing fits; the error names a budget that would.
-        PlanError: the configuration does not fit the model, or the planner's solver is missing.
+        PlanError: the configuration does not fit the model, the planner's solver is missing, or nothing fits
+            (`BudgetError`, which names a budget that would).
         ModelError: the model does not run on fake tensors.
     """
     fixed = resolve_plan(config, found.shape)

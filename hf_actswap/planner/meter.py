@@ -87,7 +87,38 @@ class Meter(Protocol):
         """Undo `hold_to`; return whether there was anything to undo."""
 
 
-class CountingMeter(TorchDispatchMode):
+class StartedMode(TorchDispatchMode):
+    """A dispatch mode that sees ops from its start to its end, and leaves compiled regions compiled."""
+
+    supports_higher_order_operators = True
+    """Compiled backwards that repeat the forward's random numbers reach a mode as such an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: what compiled regions do inside is not seen.
+
+        With false, a function that is called under this mode before it is compiled would never be compiled.
+        """
+        return True
+
+    def start(self) -> None:
+        """See the ops of this thread from now on, and those of the backwards that it calls."""
+        if not self.running:
+            self.running = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        """End; several modes stop in the reverse order of their start. Safe to call again."""
+        if self.running:
+            self.running = False
+            self.__exit__(None, None, None)
+
+
+class CountingMeter(StartedMode):
     """Counts the storages that ops make, from their creation to their end.
 
     What an op needs only while it runs is not seen. Views and in-place ops make no storage, tensors on
@@ -103,26 +134,12 @@ class CountingMeter(TorchDispatchMode):
         rejections: number of ops that were rejected.
     """
 
-    supports_higher_order_operators = True
-    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
-
     def __init__(self, limit_bytes: int | None = None, unlimited_bytes: int = 2**63 - 1) -> None:
         super().__init__()
         self.limit, self._unlimited_bytes = limit_bytes, unlimited_bytes
         self._sizes: dict[int, int] = {}
         self._allocated_bytes = self._peak_bytes = 0
-        self._running = False
         self.rejections = 0
-
-    def start(self) -> None:
-        if not self._running:
-            self._running = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        if self._running:
-            self._running = False
-            self.__exit__(None, None, None)
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what exists already: parameters, gradients, optimizer states."""
@@ -131,14 +148,6 @@ class CountingMeter(TorchDispatchMode):
                 if not runs_its_own_dispatch([type(part)]):
                     for storage in self._unknown([part]).values():
                         self._count_storage(storage)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled, and what they allocate inside is not seen.
-
-        With false, a function that is called under this mode before it is compiled would never be compiled.
-        """
-        return True
 
     def limit_bytes(self) -> int:
         return self._unlimited_bytes if self.limit is None else self.limit

@@ -13,8 +13,8 @@ Some ops cannot be run again. Memory is freed before them, as far as it is known
 * all ops while a graph of the accelerator is captured: memory cannot be copied to the host then.
 
 Only ops are seen. `op_hook` marks extension ops, and `guard_compiled` wraps compiled regions, which run
-compiled under this mode too. (If `OomGuard.ignore_compile_internals` returned false, the compiler would skip
-them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
+compiled under this mode too. (If `ignore_compile_internals` returned false, the compiler would skip them, and
+a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
 ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
 
 An exception's traceback holds the frames that it came through, and these hold tensors (pytorch#18853). So
@@ -55,7 +55,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
@@ -66,7 +65,7 @@ from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry
 from ..plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..plan.wrappers import FSDP2_METHOD, is_compiled, uncompiled
-from .meter import Meter, runs_its_own_dispatch
+from .meter import Meter, StartedMode, runs_its_own_dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -150,20 +149,17 @@ class RandomStates:
         """
         if self.capturing():
             return None
-        chosen = generator or self._of_device()
+        chosen = generator or self._default
+        if chosen is None:
+            module, index = torch.get_device_module(self._device), self._device.index
+            number = module.current_device() if index is None else index
+            chosen = self._default = module.default_generators[number]
         state = chosen.get_state()
 
         def restore() -> None:
             chosen.set_state(state)
 
         return restore
-
-    def _of_device(self) -> torch.Generator:
-        if self._default is None:
-            module = torch.get_device_module(self._device)
-            index = self._device.index
-            self._default = module.default_generators[module.current_device() if index is None else index]
-        return self._default
 
 
 _LEAST_EVICTED_BYTES = 2**20
@@ -222,9 +218,8 @@ def _traits_of(op: Any) -> OpTraits:
     return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes)
 
 
-class OomGuard(TorchDispatchMode):
-    """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again: bitwise the
-    same.
+class OomGuard(StartedMode):
+    """A mode that evicts tensors when an op runs out of memory, and runs the op again, with the same bits.
 
     Args:
         meter: measures device memory; if it is a mode, start it before the guard, and stop it after.
@@ -237,12 +232,8 @@ class OomGuard(TorchDispatchMode):
         made_room: how often memory was freed before an op.
         evicted_bytes: bytes evicted so far.
         ops: how often each op, by name, ran out of memory or had memory freed before it.
-        running: whether the guard has been started and not stopped.
         least_budget_bytes: the least device memory that turned out to be needed; 0: not known.
     """
-
-    supports_higher_order_operators = True
-    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
 
     def __init__(
         self, meter: Meter, idle: EvictableTensors, least_budget: Callable[[int], str] = lambda _: ""
@@ -253,26 +244,9 @@ class OomGuard(TorchDispatchMode):
         self._random = RandomStates(self._device)
         self._traits: dict[Any, OpTraits] = {}
         self._room: dict[_Key, int] = {}
-        self.running = False
         self._called: dict[int, tuple[_Key, int]] = {}
         self.caught = self.made_room = self.evicted_bytes = self.least_budget_bytes = 0
         self.ops: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def start(self) -> None:
-        """Guard the ops of this thread from now on, and those of the backwards that it calls."""
-        if not self.running:
-            self.running = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Stop guarding; several modes stop in the reverse order of their start. Safe to call again."""
-        if self.running:
-            self.running = False
-            self.__exit__(None, None, None)
 
     def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
         key = name, tuple(tensor.nbytes for tensor in inputs)
@@ -567,6 +541,7 @@ Value = TypeVar("Value")
 
 SHARDED = "FSDP2 gathers weights inside it, and the other ranks have done their part"
 ONE_OF_SEVERAL = "a rank cannot choose tiles alone, and the others may wait for it in a collective"
+UNSEEN = "no forward has been seen so far, and other ranks may have done their part"
 COMMUNICATES = "it communicates, and the other ranks have done their part"
 
 
@@ -742,12 +717,11 @@ class CommunicationCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._inside: str | None = None
-        self._known = False
+        self._inside: str | None = UNSEEN
 
     def learned_from(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call``, wrapped so that the first forward of several ranks is watched while it runs."""
-        if self._known or world_size() == 1:
+        if self._inside != UNSEEN or world_size() == 1:
             return call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -757,7 +731,6 @@ class CommunicationCheck:
                 result = call(*args, **kwargs)
             sharded = any(hasattr(type(module), FSDP2_METHOD) for module in self._model.modules())
             self._inside = SHARDED if sharded else COMMUNICATES if watch.seen else None
-            self._known = True
             return result
 
         return watched
@@ -778,25 +751,17 @@ class CommunicationCheck:
         """Return why this rank cannot rerun a forward alone, given `mark` before it; ``None``: it can."""
         if world_size() == 1:
             return None
-        if not self._known:
-            return "no forward has been seen so far, and other ranks may have done their part"
-        if self._inside is not None:
-            return self._inside
-        return COMMUNICATES if mark is None or mark != self.mark() else None
+        if self._inside is None and (mark is None or mark != self.mark()):
+            return COMMUNICATES
+        return self._inside
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(StartedMode):
     """Notes whether an op communicates."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self,

@@ -185,12 +185,13 @@ class FilePlan:
     @property
     def outcome(self) -> Outcome | None:
         """Time and peak with and without the plan, from the file; ``None``: the file lacks some of them."""
-        names = ("peak_bytes", "step_ms", "without_plan_peak_bytes", "without_plan_step_ms")
-        found: Mapping[str, Any] = self.numbers
-        if not all(name in found for name in names):
+        found, said = self.numbers, "as the plan file says"
+        try:
+            with_plan = found["peak_bytes"], found["step_ms"]
+            without = found["without_plan_peak_bytes"], found["without_plan_step_ms"]
+        except KeyError:
             return None
-        said = "as the plan file says"
-        return Outcome(*(found[name] for name in names), said, said)
+        return Outcome(*with_plan, *without, said, said)
 
 
 def write_plan(

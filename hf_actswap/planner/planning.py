@@ -83,8 +83,7 @@ class PlanningTask:
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
     def grown(self, size: BatchSize) -> PlanningTask:
-        if self.step is None or self.size is None:
-            raise ValueError("there is no recorded step to scale")
+        assert self.size is not None
         size = self.size.joined(size)
         profile = self.at(size)
         unplanned = self.predicted(profile, self.fixed)
@@ -335,8 +334,8 @@ class BucketPlans:
     """
 
     def __init__(self, run: Run, task: PlanningTask, largest: Trial) -> None:
-        if run.applied is None or task.size is None:
-            raise ValueError("there is no plan for batches of a known size")
+        assert run.applied is not None
+        assert task.size is not None
         self._run, self._task, self._top, self._largest = run, task, task.size, run.applied
         tokens = task.size.tokens
         top = ShapeBucket(task.size, tokens, tokens, 0, largest.plan, largest.prediction)

@@ -184,8 +184,7 @@ class Run:
     @uninterrupted()
     def states_to_host(self, resident_bytes: int) -> None:
         """Keep the optimizer's states on the host between its steps, as ``memory_saving`` does."""
-        if self.make_states is None:
-            raise RuntimeError("the optimizer's states stay on the device in this run")
+        assert self.make_states is not None
         self.states = self.make_states()
         self.states.resident_bytes = resident_bytes
         memory = replace(self.training.memory, preference="memory_saving")
@@ -198,8 +197,7 @@ class Run:
         Raises:
             PlanError: there is too little host memory.
         """
-        if self.movable is None:
-            raise RuntimeError("the frozen weights stay where they are in this run")
+        assert self.movable is not None
         self.take_off()
         fixed = self.fixed
         self.tile(replace(fixed, tiles=()))  # tiles go around the calls that bring weights
@@ -345,8 +343,7 @@ class Run:
 
     def measured_here(self) -> MeasuredStep:
         """Return time and memory of the step that ends, of this rank. Waits for the device."""
-        if self._start is None:
-            raise RuntimeError("no step has started")
+        assert self._start is not None
         end = self.transfer.stamp()
         self.transfer.synchronize()
         return MeasuredStep(

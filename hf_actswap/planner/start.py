@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import tee
 from math import prod
 from operator import itemgetter
@@ -307,10 +307,7 @@ def start_planner(
         run.states = _states_on_host(training, transfer, pool)
     elif _may_move_states(training, transfer):
         run.make_states = lambda: _states_on_host(training, transfer, pool)
-
-    def made_for(shape: tuple[int, ...]) -> MadeFor:
-        return _made_for(training, device, shape)
-
+    made_for = partial(_made_for, training, device)
     known, ours = _known_plan(training, made_for(()))
     resident_bytes = None if known is None else known.numbers.get("states_resident_bytes")
     if resident_bytes is not None and run.make_states is not None:
@@ -406,7 +403,8 @@ def _known_plan(training: PlannedTraining, here: MadeFor) -> tuple[FilePlan | No
     named, earlier = training.memory.plan_file, training.earlier_plan
 
     def search() -> tuple[FilePlan | None, bool]:
-        found, ours = None, True
+        found: FilePlan | None = None
+        ours = True
         if named is not None and Path(named).exists():
             found, ours = _fitting(read_plan(named), training, here)
         if found is None and earlier is not None:

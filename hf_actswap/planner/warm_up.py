@@ -297,11 +297,9 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
 
 def _scope_modules(root: nn.Module, structure: ModelStructure) -> Iterator[tuple[Scope, nn.Module]]:
     """Yield scopes with their modules in backward's order: the first allocates a shared weight's gradient."""
-    wrap_call: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
-    for scope, path in wrap_call.items():
+    paths: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
+    paths |= {layer.index: layer.module_path for layer in reversed(structure.layers)}
+    paths["embedding"] = structure.embedding
+    for scope, path in paths.items():
         if path is not None:
             yield scope, root.get_submodule(path)
-    for layer in reversed(structure.layers):
-        yield layer.index, root.get_submodule(layer.module_path)
-    if structure.embedding is not None:
-        yield "embedding", root.get_submodule(structure.embedding)

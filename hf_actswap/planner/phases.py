@@ -43,7 +43,6 @@ and larger batches run under the guard.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -87,8 +86,6 @@ from .shape_buckets import BatchSize, RecordedStep
 from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps
 
-logger = logging.getLogger(__name__)
-
 STEPS_PER_TRIAL = 2
 
 
@@ -116,9 +113,8 @@ class SearchPhase:
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned(first)
-        logger.info(
-            "%s: search (%d steps at most, budget %s; without a plan %s)",
-            run.name,
+        run.log.info(
+            "search (%d steps at most, budget %s; without a plan %s)",
             steps,
             gib_text(task.budget_bytes),
             gib_text(task.unplanned.peak_bytes),
@@ -191,16 +187,15 @@ class SearchPhase:
     def _grows(self, size: BatchSize) -> bool:
         before, planned = self.task, self._waiting
         self.task = before.grown(size)
-        logger.info(
-            "%s: a batch of %d tokens, and the trials are for %d: planning for the larger one",
-            self._run.name,
+        self._run.log.info(
+            "a batch of %d tokens, and the trials are for %d: planning for the larger one",
             size.tokens,
             before.size.tokens if before.size is not None else 0,
         )
         try:
             self._waiting = self._planned()
         except BudgetError as error:
-            logger.warning("%s: for a batch of %d tokens, %s", self._run.name, size.tokens, error)
+            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, error)
             self.task, self._waiting = before, planned
             return False
         self.outgrown += self.trials
@@ -231,7 +226,7 @@ class SearchPhase:
             try:
                 self._waiting = [item for item in self._planned() if item.plan.rows not in tried]
             except BudgetError as error:
-                logger.warning("%s: with what the last trial used, %s", self._run.name, error)
+                self._run.log.warning("with what the last trial used, %s", error)
         return bool(self._waiting)
 
     def _planned(self, first: Found | None = None) -> list[Found]:
@@ -240,15 +235,13 @@ class SearchPhase:
             found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
-        said = "%s: %d plan(s) worth a trial, found in %.2f s"
-        logger.debug(said, self._run.name, len(found), self.planning_s[-1])
+        self._run.log.debug("%d plan(s) worth a trial, found in %.2f s", len(found), self.planning_s[-1])
         return found
 
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
-        logger.debug(
-            "%s: trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
-            self._run.name,
+        self._run.log.debug(
+            "trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
             len(self.trials),
             gib_text(trial.reserved_peak_bytes),
             trial.step_ms,
@@ -277,7 +270,7 @@ class Stable:
             most of all ranks once `step_ended` has returned true.
     """
 
-    name = "stable"
+    name, steps_left = "stable", 0
 
     def __init__(
         self,
@@ -314,10 +307,8 @@ class Stable:
                 smaller.serve(size)
         if not fits:
             if not self._larger:
-                logger.info(
-                    "%s: a batch of %s is larger than what is planned for: this step runs under the guard",
-                    self._run.name,
-                    shape,
+                self._run.log.info(
+                    "a batch of %s is larger than what is planned for: this step runs under the guard", shape
                 )
             self._larger = self._larger_now = True
             self._run.set_guard(True)
@@ -348,10 +339,8 @@ class Stable:
         needs = from_all_ranks((self._larger, self.missed_by_bytes))
         self.missed_by_bytes = max(missed for _, missed in needs)
         if self.missed_by_bytes:
-            logger.info(
-                "%s: a step wanted %s more than there is; planning anew",
-                self._run.name,
-                gib_text(self.missed_by_bytes),
+            self._run.log.info(
+                "a step wanted %s more than there is; planning anew", gib_text(self.missed_by_bytes)
             )
         return self.missed_by_bytes > 0 or any(larger for larger, _ in needs)
 
@@ -514,8 +503,7 @@ class Planner:
             self._impossible = []
             self._phase = WarmUp(self._run, 1)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
-            now = self._phase
-            self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
+            self.progress(self._phase.name, self._phase.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward of a micro-batch, again if memory runs out; a forward alone is retried
@@ -541,7 +529,7 @@ class Planner:
         self._undo.close()
 
     def __repr__(self) -> str:
-        left = 0 if isinstance(self._phase, Stable) else self._phase.steps_left
+        left = self._phase.steps_left
         steps = f" ({left} step(s) left at most)" if left else ""
         words = "; ".join(plan_in_words(self.plan, self.structure))
         return f"<Planner {self.memory_mode}, {self.phase}{steps}: {words}>"
@@ -571,7 +559,7 @@ class Planner:
         budget = known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
-        logger.info("%s: stable: the plan of %s, nothing is searched", run.name, known.path)
+        run.log.info("stable: the plan of %s, nothing is searched", known.path)
         return Stable(run, budget, BatchSize.of(known.batch_shape, False), self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
@@ -625,9 +613,7 @@ class Planner:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
                 raise min(self._impossible, key=lambda error: error.least_bytes) from None
-            logger.warning(
-                "%s: not for the largest batch so far, which would be guarded: %s", run.name, error
-            )
+            run.log.warning("not for the largest batch so far, which would be guarded: %s", error)
             return self._begin_search(step, None)
 
     def _states_in_passing(
@@ -648,10 +634,9 @@ class Planner:
         found, on_device = states_in_passing(task, micro_batches, on_device)
         if found is None:
             return on_device
-        logger.info(
-            "%s: the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
+        run.log.info(
+            "the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, and %.0f ms with them on the device",
-            run.name,
             micro_batches,
             found.ms,
             found.kept_ms,
@@ -663,7 +648,7 @@ class Planner:
     def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
         """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
         run = self._run
-        logger.info("%s: frozen weights of the layers wait on the host: %s", run.name, why)
+        run.log.info("frozen weights of the layers wait on the host: %s", why)
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.weights_to_host()
@@ -684,7 +669,7 @@ class Planner:
         tiled = next((plan for plan in run.ladder or () if len(plan.tiles) > len(run.fixed.tiles)), None)
         if tiled is None:
             return None
-        logger.warning("%s: %s", run.name, tiled.adjustments[-1])
+        run.log.warning("%s", tiled.adjustments[-1])
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.take_off()
@@ -728,7 +713,7 @@ class Planner:
 
     def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         run = self._run
-        logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
+        run.log.warning("the plan before stays on, under the guard, which costs time: %s", error)
         run.replace_plans(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
@@ -770,10 +755,9 @@ class Planner:
             self._phase = anew
             return
         if not fits:
-            logger.warning(
-                "%s: no plan that was tried stays within %s; the one that needs least stays on, under the "
+            run.log.warning(
+                "no plan that was tried stays within %s; the one that needs least stays on, under the "
                 "guard, which costs time",
-                run.name,
                 gib_text(budget),
             )
         run.replace_plans(best.plan, guarded=not fits)
@@ -784,7 +768,7 @@ class Planner:
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
-        logger.info("%s: stable: %s", run.name, _in_words(best))
+        run.log.info("stable: %s", _in_words(best))
         self._found = None
         if fits and self._made_for is not None:
             made_for = self._made_for(task.profile.batch_shape)
@@ -806,8 +790,8 @@ class Planner:
             model = unwrapped(self._run.training.model)
             write_plan(path, found.plan, model, found.made_for, found.numbers)
         except OSError as error:
-            said = "%s: the plan is on, but cannot be written to %s (%s)"
-            logger.warning(said, self._run.name, os.fspath(path), error.strerror)
+            said = "the plan is on, but cannot be written to %s (%s)"
+            self._run.log.warning(said, os.fspath(path), error.strerror)
 
     def _outcome(self, task: PlanningTask, best: Trial, kept_everything: Sequence[Trial]) -> Outcome:
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)

@@ -13,7 +13,6 @@ because each plan would need a compilation.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +40,6 @@ from .search.states_place import (
     with_states_on_host,
 )
 from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
-
-logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -394,7 +391,7 @@ class BucketPlans:
             try:
                 applied = self._applied[bucket.edge] = self._run.suspend_for(bucket.plan)
             except ActSwapError as error:
-                logger.warning("%s: %s: %s", self._run.name, _name(bucket), error)
+                self._run.log.warning("%s: %s", _name(bucket), error)
                 self._drop(bucket)
         self._run.suspend_for(applied or self._largest)
         self._used.add(bucket.edge if applied else self._top)
@@ -404,8 +401,8 @@ class BucketPlans:
         applied = self._applied.pop(bucket.edge, None)
         if applied is not None:
             self._run.drop(applied)
-            said = "%s: %s: its plan missed the budget; from now on a larger one serves it"
-            logger.info(said, self._run.name, _name(bucket))
+            said = "%s: its plan missed the budget; from now on a larger one serves it"
+            self._run.log.info(said, _name(bucket))
 
     def _search(self, bucket: ShapeBucket) -> None:
         task, larger = self._task, self._serving(bucket.edge).plan
@@ -416,16 +413,15 @@ class BucketPlans:
             found = task.plan_at(bucket.edge)
             bucket.shared_ms = predict(task.at(bucket.edge), larger).step_ms
         except ActSwapError as error:
-            logger.info("%s: %s: shares a larger plan: %s", self._run.name, _name(bucket), error)
+            self._run.log.info("%s: shares a larger plan: %s", _name(bucket), error)
             return
         finally:
             self.planning_s.append(time.perf_counter() - started)
         pays = found.prediction.step_ms <= (1 - LEAST_GAIN) * bucket.shared_ms
         if pays:
             bucket.plan, bucket.predicted = found.plan, found.prediction
-        logger.info(
-            "%s: %s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
-            self._run.name,
+        self._run.log.info(
+            "%s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
             _name(bucket),
             "a plan of its own" if pays else "shares a larger plan",
             gib_text(found.prediction.peak_bytes),

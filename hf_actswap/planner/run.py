@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +90,17 @@ class MovableWeights:
     to_host: Callable[[], FrozenWeights]
 
 
+class ModeLog(logging.LoggerAdapter[logging.Logger]):
+    """Begins log lines with the planner's mode."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(logging.getLogger(__package__))
+        self._mode = mode
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self._mode}: {msg}", kwargs
+
+
 @dataclass
 class Run:
     """One training under the planner.
@@ -137,12 +149,13 @@ class Run:
     _of_weights: SwapStats = field(default_factory=SwapStats)
 
     def __post_init__(self) -> None:
+        self.log = ModeLog(self.name)
         if self.weights is not None:
             self._of_weights = self.weights.stats()
 
     @property
     def name(self) -> str:
-        """The planner's mode, with which its log lines begin."""
+        """The planner's mode."""
         return self.training.memory.mode
 
     @property

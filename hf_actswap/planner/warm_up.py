@@ -54,10 +54,9 @@ def first_steps(run: Run) -> int:
     )
     if not compiled or asked >= LEAST_COMPILED_STEPS:
         return asked
-    logger.info(
-        "%s: %d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "
+    run.log.info(
+        "%d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "
         "memory of the first step is also the compiler's",
-        run.name,
         LEAST_COMPILED_STEPS,
         asked,
     )
@@ -85,7 +84,7 @@ class WarmUp:
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
         self._weights: dict[ModuleName, ModuleWeights] = {}
-        logger.info("%s: warm-up, %d step(s)", run.name, steps)
+        run.log.info("warm-up, %d step(s)", steps)
         self._next()
 
     @property
@@ -127,7 +126,7 @@ class WarmUp:
                     self._baseline_bytes,
                     {} if streamed is None else streamed.sizes_bytes,
                 )
-            logger.info("%s: the recorded step had no backward; another one is recorded", self._run.name)
+            self._run.log.info("the recorded step had no backward; another one is recorded")
             self._steps_left, self._memory = 1, None
         self._next()
         return None

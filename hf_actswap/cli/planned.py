@@ -295,7 +295,6 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-
     search = _Search(found, step, memory, profile, fixed, with_least)
     if memory.preference != "auto":
         return search.with_tiles(config)

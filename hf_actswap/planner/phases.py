@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -747,23 +747,21 @@ class Planner:
     def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
         self.trials += [*search.outgrown, *search.trials]
-        self.task = search.task
+        self.task = task = search.task
         self.planning_s += search.planning_s
-        budget = search.task.budget_bytes
+        budget = task.budget_bytes
         fits = best.fits(budget)
-        if not fits and (anew := self._more_room(search.task.size, search.task.unplanned)) is not None:
-            self._phase = anew
-            return
         if not fits:
+            if (anew := self._more_room(task.size, task.unplanned)) is not None:
+                self._phase = anew
+                return
             run.log.warning(
                 "no plan that was tried stays within %s; the one that needs least stays on, under the "
                 "guard, which costs time",
                 gib_text(budget),
             )
         run.replace_plans(best.plan, guarded=not fits)
-        task = search.task
-        kept_everything = [trial for trial in search.trials if trial.plan.rows == run.fixed.rows]
-        self.outcome = self._outcome(task, best, kept_everything)
+        self.outcome = self._outcome(search)
         self._beyond_bytes = task.unpredicted_bytes
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
@@ -793,16 +791,18 @@ class Planner:
             said = "the plan is on, but cannot be written to %s (%s)"
             self._run.log.warning(said, os.fspath(path), error.strerror)
 
-    def _outcome(self, task: PlanningTask, best: Trial, kept_everything: Sequence[Trial]) -> Outcome:
+    def _outcome(self, search: SearchPhase) -> Outcome:
+        task, best, fixed = search.task, search.best, self._run.fixed
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
         without = self._without_tiles or task.predicted(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
         recorded = task.step is not None and task.step.size == task.size and task.in_flight == 1
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
-        if self._run.fixed.tiles and self._without_tiles is None:
+        if fixed.tiles and self._without_tiles is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
+        kept_everything = (trial for trial in search.trials if trial.plan.rows == fixed.rows)
         keeping = [trial.step_ms for trial in kept_everything if trial.steps]
         if keeping and self._without_tiles is None:
             return Outcome(used_bytes, best.step_ms, peak_bytes, min(keeping), source, "measured")

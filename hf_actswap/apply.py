@@ -167,8 +167,11 @@ def optimizer_in_backward(
     memory: MemoryConfig,
     optimizer: torch.optim.Optimizer | None,
     applied: AppliedPlan | Planner,
+    reads_norm: bool = False,
 ) -> OptimizerInBackward | None:
     """Let the optimizer step in backward while a plan is applied; ``None``: ``memory`` does not say so.
+
+    ``reads_norm`` as in `OptimizerInBackward`.
 
     Raises:
         PlanError: there is no optimizer, or it cannot step in backward; the plan has been removed.
@@ -178,10 +181,10 @@ def optimizer_in_backward(
     try:
         if optimizer is None:
             raise PlanError([replace(_NO_OPTIMIZER, where=KEY, expected="the optimizer, which it steps")])
-        beside: tuple[Any, ...] = ()
+        beside: dict[str, Any] = {}
         if isinstance(planner := applied, Planner):
-            beside = (lambda: planner.optimizer_states, planner.outside_compute)
-        found = OptimizerInBackward(optimizer, model, memory, *beside)
+            beside = {"states": lambda: planner.optimizer_states, "around": planner.outside_compute}
+        found = OptimizerInBackward(optimizer, model, memory, **beside, reads_norm=reads_norm)
     except PlanError:
         applied.remove()
         raise

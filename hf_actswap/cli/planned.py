@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
 from ..engine.stats import GIB
@@ -28,8 +29,8 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import find_plan, least_peak
 from ..planner.search.states_place import (
-    WORTH,
     WholeStep,
+    faster_with_weights_on_host,
     whole_step,
     with_states_in_passing,
     with_states_on_host,
@@ -92,7 +93,6 @@ class MemoryParts:
         )
 
     def document(self) -> dict[str, object]:
-        """Return the fields as JSON values."""
         return {**{f"{name}_bytes": size for name, size in vars(self).items()}, "decides": self.decides}
 
     def __str__(self) -> str:
@@ -101,12 +101,10 @@ class MemoryParts:
 
 
 def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False) -> MemoryParts | None:
-    """Return what the peak of a predicted step consists of; ``None``: the profile lacks the weights' size.
+    """Return what the peak of a step predicted from ``profile`` consists of; ``None``: the weights' size is
+    unknown.
 
-    Args:
-        profile: profile of the step without a plan.
-        step: a step predicted from it.
-        states_moved: whether the optimizer's states are on the host at the peak.
+    ``states_moved``: the optimizer's states are on the host at the peak.
     """
     if not profile.weight_bytes:
         return None
@@ -124,11 +122,7 @@ class SearchResult:
     """The result of the planner's search.
 
     Args:
-        subject: the model.
-        step: the step that was planned for.
-        memory: the ``memory`` section that was used.
         profile: profile of the step without a plan.
-        plan: the plan that was found.
         budget_bytes: the budget, which the plan and the allocator's fragments keep within.
         steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested. Of
             several micro-batches: each of one, but with the time of all and of the optimizer.
@@ -161,7 +155,6 @@ class SearchResult:
 
     @property
     def allocatable_bytes(self) -> int:
-        """The most that tensors of a step may take: the budget without fragments."""
         return allocatable_bytes(self.profile, self.memory, self.budget_bytes)
 
     @property
@@ -175,7 +168,6 @@ class SearchResult:
 
     @property
     def prediction(self) -> Prediction:
-        """The step under the plan that was found."""
         return self.steps[PLANNED]
 
     @property
@@ -197,13 +189,9 @@ def memory_in_force(
 ) -> MemoryConfig:
     """Return the ``memory`` section to plan with; mode ``off`` becomes ``adaptive``, that of ``auto``.
 
-    Args:
-        config: the configuration.
-        budget: the device's budget in bytes, which replaces the section's own; ``None``: not given.
-        step: the step, whose device has a usual amount of host memory.
-        ranks: number of ranks; several leave more of the device free, for buffers of collectives.
-        host: host memory of a rank in bytes, which replaces the section's own; ``None``: not given, so a
-            section without one gets the usual amount.
+    The device's ``budget`` and a rank's ``host`` memory, in bytes, replace the section's own; a section
+    without either gets the host memory that is usual for the device. Several ranks leave more of the device
+    free, for buffers of collectives.
     """
     memory = config.memory
     if memory.mode == "off":
@@ -233,11 +221,10 @@ def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
 
 
 def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
-    """Predict the steps with which a planned step is compared.
+    """Predict the steps with which a planned step is compared: `NOTHING` and `EVERYTHING`.
 
-    Returns:
-        `NOTHING` and `EVERYTHING`; `BY_HAND` if fates are written by hand; and `PLANNER_SAME_PEAK`, the
-        planner's plan within the same peak, if those fates take much longer.
+    If fates are written by hand `BY_HAND` too; and `PLANNER_SAME_PEAK`, the planner's plan within the same
+    peak, if those fates take much longer.
     """
     layers, family = profile.num_layers, profile.family
     simulator = Simulator(profile)
@@ -289,16 +276,14 @@ def planned(
     done in mode ``smart_swap``, nor with a measured profile, which cannot predict tiles.
 
     Args:
-        found: the model.
-        step: the step to plan for.
         config: the configuration with the fates written by hand.
         memory: the ``memory`` section to use. That of the result says where the optimizer's states wait.
         profile: profile of this step of this model; ``None``: it is computed from shapes.
         with_least: whether to predict the step with the least peak too.
 
     Raises:
-        BudgetError: nothing fits; the error names a budget that would.
-        PlanError: the configuration does not fit the model, or the planner's solver is missing.
+        PlanError: the configuration does not fit the model, the planner's solver is missing, or nothing fits
+            (`BudgetError`, which names a budget that would).
         ModelError: the model does not run on fake tensors.
     """
     fixed = resolve_plan(config, found.shape)
@@ -310,11 +295,10 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-
+    search = _Search(found, step, memory, profile, fixed, with_least)
     if memory.preference != "auto":
-        return _of_whole_steps(_with_tiles(found, step, config, memory, profile, fixed, with_least))
-    kept = replace(memory, preference="performance")
-    result = _of_whole_steps(_with_tiles(found, step, config, kept, profile, fixed, with_least))
+        return search.with_tiles(config)
+    result = replace(search, memory=replace(memory, preference="performance")).with_tiles(config)
     if memory.mode != "adaptive" or memory.optimizer_in_backward:
         return result
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
@@ -322,7 +306,7 @@ def planned(
     def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
         bucket = memory.swap_bucket_size if swaps else 0
         moved = replace(memory, preference="memory_saving", swap_bucket_size=bucket)
-        found_so = _on_paper(found, step, moved, profile, fixed, with_least).planned(profile, fixed)
+        found_so = replace(search, memory=moved).planned(profile, fixed)
         one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
         return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
 
@@ -335,39 +319,36 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
     """Return the result with frozen weights where a training with ``weights: auto`` has them.
 
     That is the device, unless nothing fits so (tiles that nobody wrote not counted), or the host is faster.
-
-    Args:
-        at: searches with the weights in a place. For the host it may raise `PlanError`: nothing can be moved.
-
-    Raises:
-        BudgetError: nothing fits in either place.
+    ``at`` searches with the weights in a place; for the host it may raise `PlanError`: nothing can be moved.
     """
+
+    def on_host() -> tuple[SearchResult, float]:
+        moved = at("host")
+        return moved, moved.prediction.step_ms
+
+    def in_words(ms: float, other_ms: float, place: str) -> str:
+        return f"a step takes {step_ms_text(ms)}, and {step_ms_text(other_ms)} with them on the {place}"
+
     kept: SearchResult | BudgetError
     try:
         kept = at("keep")
     except BudgetError as error:
         kept = error
-    found = kept if isinstance(kept, SearchResult) and kept.chosen_tiles is None else None
-    if found is not None and found.prediction.step_ms * (1 - WORTH) <= found.steps[NOTHING].step_ms:
-        return replace(found, weights_why="nothing is slower with them there")
+    if isinstance(kept, SearchResult) and kept.chosen_tiles is None:
+        kept_ms, least_ms = kept.prediction.step_ms, kept.steps[NOTHING].step_ms
+        moved, why = faster_with_weights_on_host(kept_ms, least_ms, on_host, in_words)
+        return replace(moved or kept, weights_why=why)
     try:
         moved = at("host")
     except PlanError as error:
         if isinstance(kept, BudgetError):
             raise (error if isinstance(error, BudgetError) else kept) from None
         return replace(kept, weights_why="they cannot wait on the host, or nothing fits so")
-    ms = step_ms_text(moved.prediction.step_ms)
-    if found is None:
-        where = "" if isinstance(kept, BudgetError) else " without tiles"
-        return replace(moved, weights_why=f"nothing fits with them on the device{where}")
-    kept_ms = step_ms_text(found.prediction.step_ms)
-    if moved.prediction.step_ms > (1 - WORTH) * found.prediction.step_ms:
-        return replace(found, weights_why=f"a step takes {kept_ms}, and {ms} with them on the host")
-    return replace(moved, weights_why=f"a step takes {ms}, and {kept_ms} with them on the device")
+    where = "" if isinstance(kept, BudgetError) else " without tiles"
+    return replace(moved, weights_why=f"nothing fits with them on the device{where}")
 
 
 def _of_whole_steps(result: SearchResult) -> SearchResult:
-    """Return a result of one micro-batch with the times of the optimizer's step."""
     steps = {}
     for name, one in result.steps.items():
         moved = result.states_moved and name in (PLANNED, LEAST)
@@ -385,62 +366,13 @@ def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: fl
     return replace(whole, steps=steps, kept_states_ms=kept_ms, resident_state_bytes=resident)
 
 
-def _with_tiles(
-    found: AnalysedModel,
-    step: StepShape,
-    config: ActSwapConfig,
-    memory: MemoryConfig,
-    profile: Profile,
-    fixed: MemoryPlan,
-    with_least: bool,
-) -> SearchResult:
-    """Search a plan with the optimizer's states where ``memory.preference`` says; if none fits, in tiles."""
-    on_paper = _on_paper(found, step, memory, profile, fixed, with_least)
-    budget = on_paper.budget_bytes
-    try:
-        return on_paper.planned(profile, fixed)
-    except BudgetError as error:
-        errors = [error]
-    chosen = config.memory.mode != "smart_swap" and profile.source == "shapes"
-    if (
-        chosen
-        and step.sequences * step.tokens > AUTO_LEAST_TOKENS
-        and fits_outside_backward(profile, memory, allocatable_bytes(profile, memory, budget))
-    ):
-        for tiles, tiled in ladder_of(found, config):
-            with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
-                profile = profile_of(found, step, tiled.tiles)
-            try:
-                return replace(on_paper.planned(profile, tiled), chosen_tiles=tiles)
-            except BudgetError as error:
-                errors.append(error)
-    raise min(errors, key=lambda error: error.least_bytes)
-
-
-def _on_paper(
-    found: AnalysedModel,
-    step: StepShape,
-    memory: MemoryConfig,
-    profile: Profile,
-    fixed: MemoryPlan,
-    with_least: bool,
-) -> _Search:
-    moved = memory.preference == "memory_saving"
-    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False).peak_bytes
-    budget = budget_bytes(memory, profile.device_bytes, unplanned)
-    return _Search(found, step, memory, profile, fixed, with_least, unplanned, budget)
-
-
 @dataclass(frozen=True)
 class _Search:
-    """Searches for plans within one budget.
+    """Searches for plans within the budget of ``memory``, with the optimizer's states where it says.
 
     Args:
-        found, step, memory, with_least: see `planned`.
         profile: profile of the step, in the tiles that the user wrote.
         written: the plan of the fates that the user wrote.
-        unplanned_bytes: peak of the step under that plan.
-        budget_bytes: the budget.
     """
 
     found: AnalysedModel
@@ -449,19 +381,42 @@ class _Search:
     profile: Profile
     written: MemoryPlan
     with_least: bool
-    unplanned_bytes: int
-    budget_bytes: int
+
+    @cached_property
+    def unplanned_bytes(self) -> int:
+        moved = self.memory.preference == "memory_saving"
+        simulator = Simulator(self.profile)
+        return simulator.predict(self.written, optimizer_states_moved=moved, curve=False).peak_bytes
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        return budget_bytes(self.memory, self.profile.device_bytes, self.unplanned_bytes)
+
+    def with_tiles(self, config: ActSwapConfig) -> SearchResult:
+        """Search a plan of whole steps; if none fits, in more tiles."""
+        found, step, profile = self.found, self.step, self.profile
+        try:
+            return _of_whole_steps(self.planned(profile, self.written))
+        except BudgetError as error:
+            errors = [error]
+        allocatable = allocatable_bytes(profile, self.memory, self.budget_bytes)
+        if (
+            config.memory.mode != "smart_swap"
+            and profile.source == "shapes"
+            and step.sequences * step.tokens > AUTO_LEAST_TOKENS
+            and fits_outside_backward(profile, self.memory, allocatable)
+        ):
+            for tiles, tiled in ladder_of(found, config):
+                with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
+                    profile = profile_of(found, step, tiled.tiles)
+                try:
+                    return _of_whole_steps(replace(self.planned(profile, tiled), chosen_tiles=tiles))
+                except BudgetError as error:
+                    errors.append(error)
+        raise min(errors, key=lambda error: error.least_bytes)
 
     def planned(self, profile: Profile, fixed: MemoryPlan) -> SearchResult:
-        """Search a plan.
-
-        Args:
-            profile: profile of the step in the tiles of ``fixed``.
-            fixed: plan of the fates that the search does not change.
-
-        Raises:
-            BudgetError: no plan fits the budget.
-        """
+        """Search a plan that keeps ``fixed``; ``profile`` is of the step in its tiles."""
         memory, budget = self.memory, self.budget_bytes
         allocatable = allocatable_bytes(profile, memory, budget)
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)

@@ -425,7 +425,9 @@ class ActSwapCallback(TrainerCallback):
             )
             applied = self._put_on(training, args, state)
             with self._console_on_rank_0(state):
-                self._in_backward = optimizer_in_backward(model, config.memory, training.optimizer, applied)
+                self._in_backward = optimizer_in_backward(
+                    model, config.memory, training.optimizer, applied, reads_norm=True
+                )
             return plan, own, applied
 
     def _put_on(

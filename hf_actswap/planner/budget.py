@@ -33,7 +33,6 @@ class BudgetError(PlanError):
     budget_bytes = 0
 
     def with_hint(self, hint: str) -> BudgetError:
-        """Return the same error, with one hint more."""
         (problem,) = self.problems
         error = BudgetError([replace(problem, hint=f"{problem.hint} {hint}".strip())])
         error.least_bytes, error.budget_bytes = self.least_bytes, self.budget_bytes
@@ -44,11 +43,11 @@ class BudgetError(PlanError):
 
 
 def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: int) -> int:
-    """Return the most device memory that a step may use.
+    """Return the most device memory that a step may use: ``budget_gib``, less by ``reduce_by_gib``, or the
+    device.
 
     Args:
-        memory: has ``budget_gib``, or ``reduce_by_gib``, or neither: all of the device, less a margin.
-        device_bytes: the memory that a process can use, the least of all ranks.
+        device_bytes: the memory that a process can use, the least of all ranks; a margin is left of it.
         unplanned_peak_bytes: the peak of a step with only the fates that are written by hand.
 
     Raises:
@@ -91,21 +90,15 @@ def budget_for(profile: Profile, memory: MemoryConfig, allocated_bytes: int) -> 
 
 
 def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) -> Limits:
-    """Return the limits of a search.
+    """Return the limits of a search within the budget ``device_bytes``.
 
-    Args:
-        memory: the ``memory`` section.
-        device_bytes: the budget.
-        engine_min_bytes: the engine never swaps smaller tensors.
+    ``engine_min_bytes``: the engine never swaps smaller tensors.
     """
-    bucket = memory.swap_bucket_size
-    host = memory.host_memory_gib
+    bucket, host, least = memory.swap_bucket_size, memory.host_memory_gib, memory.min_tensor_mib
     return Limits(
         device_bytes=device_bytes,
         host_bytes=None if host is None else round(host * GIB),
-        min_tensor_bytes=engine_min_bytes
-        if memory.min_tensor_mib is None
-        else round(memory.min_tensor_mib * 2**20),
+        min_tensor_bytes=engine_min_bytes if least is None else round(least * 2**20),
         swap_bucket_bytes=None if bucket < 0 else bucket,
         layers_per_stage=memory.num_attn_layers_per_stage,
         frees_optimizer_states=memory.preference == "memory_saving",
@@ -124,31 +117,26 @@ def impossible(
     """Return the error that names what would be possible, in the unit in which the user asked.
 
     Args:
-        memory: the ``memory`` section.
-        budget: the budget in bytes that follows from it.
+        budget: the budget in bytes that follows from ``memory``.
         least_bytes: the least peak that any plan reaches.
         unplanned_peak_bytes: the peak of a step with only the fates that are written by hand.
         tiles: the tiles in which the step runs.
     """
     names = tile_names(tiles)
     tiled = f", with {names} in tiles" if names else ""
-    error = BudgetError([_impossible(memory, budget, least_bytes, unplanned_peak_bytes, tiled)])
-    error.least_bytes, error.budget_bytes = least_bytes, budget
-    return error
-
-
-def _impossible(
-    memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int, tiled: str
-) -> Problem:
     if memory.reduce_by_gib is not None:
         most = gib_text(max(unplanned_peak_bytes - least_bytes, 0), math.floor)
         expected = f"at most {most}, the largest reduction that any plan reaches{tiled}"
-        return Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")
-    found = gib_text(budget) if memory.budget_gib is None else f"{memory.budget_gib:g} GiB"
-    hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
-    if memory.preference != "memory_saving":
-        hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
-    if memory.mode == "smart_swap" and not tiled:
-        hint = "In tiles (`tile_config: {loss: auto}`, or `mode: adaptive`) it needs less. " + hint
-    expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches{tiled}"
-    return Problem("memory.budget_gib", expected, found, hint)
+        problem = Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")
+    else:
+        found = gib_text(budget) if memory.budget_gib is None else f"{memory.budget_gib:g} GiB"
+        hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
+        if memory.preference != "memory_saving":
+            hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
+        if memory.mode == "smart_swap" and not tiled:
+            hint = "In tiles (`tile_config: {loss: auto}`, or `mode: adaptive`) it needs less. " + hint
+        expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches{tiled}"
+        problem = Problem("memory.budget_gib", expected, found, hint)
+    error = BudgetError([problem])
+    error.least_bytes, error.budget_bytes = least_bytes, budget
+    return error

@@ -3,10 +3,8 @@
 An error that leaves a call of the model, or a training of the Trainer, becomes a `DeviceMemoryError`: its
 text says what the plan does and what to change. In a loop of one's own no call of ours is around the backward
 and the optimizer's step, so there the error stays PyTorch's. Its allocator tells an observer before it raises
-one, and that logs a line which says the same.
-
-The observer does not raise an error of its own in that place: C++ code that makes do with less memory (as
-cuDNN's choice of an algorithm) waits for the allocator's.
+one, and that logs a line which says the same. The observer does not raise an error of its own: C++ code that
+makes do with less memory (as cuDNN's choice of an algorithm) waits for the allocator's.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ Applied = AppliedPlan | Planner
 def naming_memory_errors(find: Callable[[], Applied | None]) -> Iterator[None]:
     """Raise what runs out of device memory within the block as a `DeviceMemoryError`.
 
-    Args:
-        find: returns what is on the model when memory has run out; ``None``: nothing, and the error stays.
+    ``find`` returns what is on the model when memory has run out; ``None``: nothing, and the error stays.
     """
     try:
         yield
@@ -52,12 +49,7 @@ def naming_memory_errors(find: Callable[[], Applied | None]) -> Iterator[None]:
 
 
 def name_memory_errors(model: nn.Module, applied: Applied) -> Undo:
-    """Name errors of the model's calls, and log a line for those outside of them; return what ends it.
-
-    Args:
-        model: the model, bare or wrapped.
-        applied: the plan on it, or the planner.
-    """
+    """Name errors of the model's calls, and log a line for those outside of them; return what ends it."""
     names = _CallsByName(applied)
     called = compiled_wrapper(model, applied.structure)
     undo = replace_call(unwrapped(model) if called is None else called, names.around)
@@ -70,21 +62,10 @@ def name_memory_errors(model: nn.Module, applied: Applied) -> Undo:
 
 
 class _CallsByName:
-    """The calls of a model under a plan.
-
-    Args:
-        applied: the plan on the model, or the planner.
-
-    Attributes:
-        ended: whether the plan has been taken off the model.
-    """
-
     def __init__(self, applied: Applied) -> None:
         self._applied, self._running, self._observes, self.ended = applied, 0, False, False
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call of the model, whose errors are named."""
-
         @short_traceback
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._observes and torch.cuda.is_initialized():
@@ -104,13 +85,7 @@ class _CallsByName:
         if attach is None or torch.cuda.get_allocator_backend() != "native":
             return
         found = weakref.ref(self)
-
-        def observer(*_: int) -> None:
-            names = found()
-            if names is not None:
-                names.say()
-
-        attach(observer)
+        attach(lambda *_: None if (names := found()) is None else names.say())
 
     def say(self) -> None:
         """Log a line if memory has run out where no call of ours sees it."""

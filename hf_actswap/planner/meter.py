@@ -1,9 +1,9 @@
 """Measures how much device memory is in use: asks the allocator, or counts storages.
 
 An accelerator's allocator reports it. The CPU's reports nothing and has no limit, so there storages are
-counted from their creation to their end, and exceeding a set limit raises what an accelerator would raise.
-So the planner's code for memory is the same on the CPU, where tests check it byte by byte. A step on fake
-tensors is measured in the same way.
+counted from their creation to their end, and exceeding a set limit raises what an accelerator would raise. So
+tests on the CPU check the planner's code for memory byte by byte. A step on fake tensors is measured in the
+same way.
 """
 
 from __future__ import annotations
@@ -36,17 +36,11 @@ def runs_its_own_dispatch(types: Iterable[type]) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name of the device for display: the GPU's own name, else the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield what a training holds between its steps: weights, buffers, gradients, the optimizer's states.
-
-    Args:
-        model: the model, in its wrappers or not.
-        optimizer: its optimizer; an object without ``state`` (``None``) has no states.
-    """
+    """Yield what a training holds between its steps: weights, buffers, gradients, the optimizer's states."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor.detach()
         if tensor.grad is not None:
@@ -93,7 +87,38 @@ class Meter(Protocol):
         """Undo `hold_to`; return whether there was anything to undo."""
 
 
-class CountingMeter(TorchDispatchMode):
+class StartedMode(TorchDispatchMode):
+    """A dispatch mode that sees ops from its start to its end, and leaves compiled regions compiled."""
+
+    supports_higher_order_operators = True
+    """Compiled backwards that repeat the forward's random numbers reach a mode as such an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: what compiled regions do inside is not seen.
+
+        With false, a function that is called under this mode before it is compiled would never be compiled.
+        """
+        return True
+
+    def start(self) -> None:
+        """See the ops of this thread from now on, and those of the backwards that it calls."""
+        if not self.running:
+            self.running = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        """End; several modes stop in the reverse order of their start. Safe to call again."""
+        if self.running:
+            self.running = False
+            self.__exit__(None, None, None)
+
+
+class CountingMeter(StartedMode):
     """Counts the storages that ops make, from their creation to their end.
 
     What an op needs only while it runs is not seen. Views and in-place ops make no storage, tensors on
@@ -104,75 +129,48 @@ class CountingMeter(TorchDispatchMode):
         limit_bytes: an op whose results would exceed it raises ``torch.OutOfMemoryError``; ``None``: nothing
             is rejected, and `Meter.limit_bytes` returns ``unlimited_bytes``.
         unlimited_bytes: the memory that the device is assumed to have where nothing is rejected.
-    """
 
-    supports_higher_order_operators = True
-    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
+    Attributes:
+        rejections: number of ops that were rejected.
+    """
 
     def __init__(self, limit_bytes: int | None = None, unlimited_bytes: int = 2**63 - 1) -> None:
         super().__init__()
         self.limit, self._unlimited_bytes = limit_bytes, unlimited_bytes
         self._sizes: dict[int, int] = {}
         self._allocated_bytes = self._peak_bytes = 0
-        self._running = False
         self.rejections = 0
-        """Number of ops that were rejected."""
-
-    def start(self) -> None:
-        """Begin to count. Dispatch modes that are entered later see ops first."""
-        if not self._running:
-            self._running = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Stop counting; several modes stop in the reverse order of their start. Safe to call again."""
-        if self._running:
-            self._running = False
-            self.__exit__(None, None, None)
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what exists already: parameters, gradients, optimizer states."""
         for tensor in tensors:
             for part in inner_tensors(tensor):
                 if not runs_its_own_dispatch([type(part)]):
-                    self._count(part)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled, and what they allocate inside is not seen.
-
-        With false, a function that is called under this mode before it is compiled would never be compiled.
-        """
-        return True
+                    for storage in self._unknown([part]).values():
+                        self._count_storage(storage)
 
     def limit_bytes(self) -> int:
-        """Return the most bytes that this process can use."""
         return self._unlimited_bytes if self.limit is None else self.limit
 
     def allocated_bytes(self) -> int:
-        """Return the bytes in use now."""
         return self._allocated_bytes
 
     def peak_bytes(self) -> int:
-        """Return the most bytes in use since `reset_peak`."""
         return self._peak_bytes
 
     def reserved_peak_bytes(self) -> int:
-        """Return `peak_bytes`: no allocator holds more than is in use."""
-        return self._peak_bytes
+        return self._peak_bytes  # no allocator holds more than is in use
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
         self._peak_bytes = self._allocated_bytes
 
     def give_back(self) -> None:
-        """Do nothing: no allocator caches memory."""
+        pass  # no allocator caches memory
 
     def hold_to(self, limit_bytes: int) -> None:
-        """Do nothing: no allocator caches memory."""
+        pass
 
     def let_go(self) -> bool:
-        """Return false: there is nothing to undo."""
         return False
 
     def __torch_dispatch__(
@@ -185,9 +183,7 @@ class CountingMeter(TorchDispatchMode):
         if types and runs_its_own_dispatch(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        unknown = self._unknown(fresh)
-        if unknown:
+        if unknown := self._unknown(tree_leaves(result)):
             given = _storages(tree_leaves((args, kwargs)))
             unknown = {key: storage for key, storage in unknown.items() if key not in given}
         wanted = sum(storage.nbytes() for storage in unknown.values())
@@ -199,12 +195,8 @@ class CountingMeter(TorchDispatchMode):
             self._count_storage(storage)
         return result
 
-    def _unknown(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-        return {key: item for key, item in _storages(tensors).items() if key not in self._sizes}
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        for storage in self._unknown([tensor]).values():
-            self._count_storage(storage)
+    def _unknown(self, values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+        return {key: item for key, item in _storages(values).items() if key not in self._sizes}
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key, size_bytes = storage._cdata, storage.nbytes()
@@ -226,60 +218,43 @@ def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
 
 
 class AllocatorMeter:
-    """Asks the accelerator's allocator how much memory is in use.
-
-    Args:
-        device: an accelerator.
-    """
+    """Asks the accelerator's allocator how much memory is in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._fraction: float | None = None
 
     def start(self) -> None:
-        """Do nothing: the allocator always counts."""
+        pass  # the allocator always counts
 
     def stop(self) -> None:
-        """Do nothing: the allocator always counts."""
+        pass
 
     def limit_bytes(self) -> int:
-        """Return the most bytes that this process can use.
-
-        These are the free bytes and those that this process holds, within its memory fraction on CUDA.
-        """
+        """Return the free bytes and those that this process holds, within its memory fraction on CUDA."""
         free, total = torch.accelerator.get_memory_info(self._device)
         limit_bytes = int(free) + int(torch.accelerator.memory_reserved(self._device))
-        if self._device.type == "cuda":
-            limit_bytes = min(
-                limit_bytes, int(total * torch.cuda.get_per_process_memory_fraction(self._device))
-            )
-        return limit_bytes
+        if self._device.type != "cuda":
+            return limit_bytes
+        return min(limit_bytes, int(total * torch.cuda.get_per_process_memory_fraction(self._device)))
 
     def allocated_bytes(self) -> int:
-        """Return the bytes in use now."""
         return int(torch.accelerator.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """Return the most bytes in use since `reset_peak`."""
         return int(torch.accelerator.max_memory_allocated(self._device))
 
     def reserved_peak_bytes(self) -> int:
-        """Return the most bytes that the allocator held since `reset_peak`, fragments included."""
         return int(torch.accelerator.max_memory_reserved(self._device))
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def give_back(self) -> None:
-        """Free cached memory that is not in use, so that an earlier plan's peak is not the next one's.
-
-        Waits for the device.
-        """
         torch.accelerator.empty_cache()
 
     def hold_to(self, limit_bytes: int) -> None:
-        """Lower this process's memory fraction on CUDA, until `let_go`; do nothing on other accelerators."""
+        """Lower this process's memory fraction on CUDA; do nothing on other accelerators."""
         if self._device.type != "cuda" or limit_bytes >= self.limit_bytes():
             return
         _, total = torch.accelerator.get_memory_info(self._device)
@@ -288,7 +263,6 @@ class AllocatorMeter:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total, self._device)
 
     def let_go(self) -> bool:
-        """Restore the memory fraction; return whether `hold_to` had lowered it."""
         fraction, self._fraction = self._fraction, None
         if fraction is not None:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)

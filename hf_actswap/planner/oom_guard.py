@@ -2,8 +2,8 @@
 
 The planner's first steps keep everything, because it must be recorded, and may not fit. `OomGuard` is a
 dispatch mode: it sees each op of the forward, of the backward (whose threads carry the modes of the thread
-that called it) and of the optimizer. An op that runs out of memory is run again once tensors were evicted;
-so are the reloads of evicted tensors, which are ops too.
+that called it) and of the optimizer. An op that runs out of memory is run again once tensors were evicted,
+with the same random numbers; so are the reloads of evicted tensors, which are ops too.
 
 Some ops cannot be run again. Memory is freed before them, as far as it is known what they need:
 
@@ -13,24 +13,18 @@ Some ops cannot be run again. Memory is freed before them, as far as it is known
 * all ops while a graph of the accelerator is captured: memory cannot be copied to the host then.
 
 Only ops are seen. `op_hook` marks extension ops, and `guard_compiled` wraps compiled regions, which run
-compiled under this mode too. (If `OomGuard.ignore_compile_internals` returned false, the compiler would skip
-them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
+compiled under this mode too. (If `ignore_compile_internals` returned false, the compiler would skip them, and
+a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
 ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
 
-Keeps what an out-of-memory error says, for use after its handler has been left.
-
 An exception's traceback holds the frames that it came through, and these hold tensors (pytorch#18853). So
-nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept.
+nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept
+(`Failure`).
 
-Saves random generator states, so that an op that runs again draws the same random numbers.
-
-A context manager that shows the planner extension ops which no dispatch mode sees.
-
-Runs a forward or a micro-batch once more when it has run out of memory.
-
-This is for the stable phase, where no guard watches the ops, and for warm-up, where the guard had nothing to
-move but more of the model can run in tiles. Two things can run again as a whole, with the same random numbers
-and the guard on, because a failed attempt leaves nothing behind:
+`Retry` runs a forward or a micro-batch once more. This is for the stable phase, where no guard watches the
+ops, and for warm-up, where the guard had nothing to move but more of the model can run in tiles. Two things
+can run again as a whole, with the same random numbers and the guard on, because a failed attempt leaves
+nothing behind:
 
 * a **forward**: a function of its inputs, unless it has written into a buffer or an input. One of several
   ranks can run it again alone if nothing communicates inside it (`CommunicationCheck`), as in the model
@@ -53,24 +47,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call, replace_forward
 from ..engine.stats import gib_text
+from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry
 from ..plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..plan.wrappers import FSDP2_METHOD, is_compiled, uncompiled
-from .meter import Meter, runs_its_own_dispatch
+from .meter import Meter, StartedMode, runs_its_own_dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +77,7 @@ _LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "C
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an out-of-memory error says.
-
-    Args:
-        text: the first line of its text.
-        wanted_bytes: bytes that were asked for; ``None``: the error does not say.
-    """
+    """The first line of an out-of-memory error, and the bytes asked for (``None``: it does not say)."""
 
     text: str
     wanted_bytes: int | None
@@ -142,11 +132,7 @@ def failure_of(error: BaseException) -> Failure | None:
 
 
 class RandomStates:
-    """Saves the state of the generator that an op on one device draws from.
-
-    Args:
-        device: the device, with its index.
-    """
+    """Saves the state of the generator that an op on one device (with its index) draws from."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,25 +145,21 @@ class RandomStates:
     def saved(self, generator: torch.Generator | None) -> Callable[[], None] | None:
         """Return a function that restores the present state; ``None`` while a graph is captured.
 
-        Args:
-            generator: the generator that the op was given; ``None``: the device's default one.
+        ``generator`` is the one that the op was given; ``None``: the device's default one.
         """
         if self.capturing():
             return None
-        chosen = generator or self._of_device()
+        chosen = generator or self._default
+        if chosen is None:
+            module, index = torch.get_device_module(self._device), self._device.index
+            number = module.current_device() if index is None else index
+            chosen = self._default = module.default_generators[number]
         state = chosen.get_state()
 
         def restore() -> None:
             chosen.set_state(state)
 
         return restore
-
-    def _of_device(self) -> torch.Generator:
-        if self._default is None:
-            module = torch.get_device_module(self._device)
-            index = self._device.index
-            self._default = module.default_generators[module.current_device() if index is None else index]
-        return self._default
 
 
 _LEAST_EVICTED_BYTES = 2**20
@@ -188,11 +170,6 @@ _Key = tuple[str, tuple[int, ...]]
 """Name of an op, and the bytes of each of its inputs."""
 _FLATTENING = ("allgather_", "reduce_scatter_", "alltoall_")
 """Name prefixes of collectives on lists of tensors, which the backend may first copy into one tensor."""
-_BRACKETS: Mapping[str, Literal["begin", "end"]] = {
-    "hf_actswap::op_begin": "begin",
-    "hf_actswap::op_end": "end",
-}
-"""The two marks of `op_hook`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +177,10 @@ class OpTraits:
     """Properties of one overload of an op, read off its schema once for each op.
 
     Args:
-        name: name of the op with its overload.
         why_once: why it must not be run twice; empty: it may be.
-        random: whether it may draw random numbers.
         allocates: whether it makes tensors.
         gathers: whether its results are larger than its inputs by the number of ranks.
         resizes: whether it grows its first argument to the size of its second.
-        bracket: which mark of an `op_hook` it is; ``None``: it is no mark.
     """
 
     name: str
@@ -215,7 +189,6 @@ class OpTraits:
     allocates: bool
     gathers: bool
     resizes: bool
-    bracket: Literal["begin", "end"] | None
 
     def needs_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Guess how many bytes an op that must not be run twice allocates: as many as it reads."""
@@ -227,15 +200,13 @@ class OpTraits:
         return _tensor_bytes((args, kwargs)) * ranks
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
-        """Return the key under which the memory that a call needs is remembered."""
         return self.name, tuple(tensor.nbytes for tensor in _tensors((args, kwargs)))
 
 
 def _traits_of(op: Any) -> OpTraits:
-    """Return an ``OpOverload``'s traits; of anything else (a higher-order operator) only why it runs once."""
     schema = getattr(op, "_schema", None)
     if schema is None:
-        return OpTraits(str(op), why_run_once(op), False, False, False, False, None)
+        return OpTraits(str(op), why_run_once(op), False, False, False, False)
     short = schema.name.partition("::")[2]
     resizes = short == "resize_"
     if op.namespace == "c10d":
@@ -244,28 +215,11 @@ def _traits_of(op: Any) -> OpTraits:
         makes = any(item.alias_info is None and "Tensor" in str(item.type) for item in schema.returns)
         allocates = resizes or (short != "wait_tensor" and makes)
     gathers = is_collective(op) and short.startswith("all_gather")
-    bracket = _BRACKETS.get(schema.name)
-    return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes, bracket)
+    return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes)
 
 
-class Evictor(Protocol):
-    """Holds tensors on the device that can be evicted to the host."""
-
-    device: torch.device
-
-    def evict(self, wanted_bytes: int) -> int:
-        """Free at least ``wanted_bytes``, if possible; return the bytes freed."""
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that could be freed if the host had room for them."""
-
-
-class OomGuard(TorchDispatchMode):
-    """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again.
-
-    Results are bitwise the same: an op that runs again reads the same values and draws the same random
-    numbers.
+class OomGuard(StartedMode):
+    """A mode that evicts tensors when an op runs out of memory, and runs the op again, with the same bits.
 
     Args:
         meter: measures device memory; if it is a mode, start it before the guard, and stop it after.
@@ -278,15 +232,11 @@ class OomGuard(TorchDispatchMode):
         made_room: how often memory was freed before an op.
         evicted_bytes: bytes evicted so far.
         ops: how often each op, by name, ran out of memory or had memory freed before it.
-        running: whether the guard has been started and not stopped.
         least_budget_bytes: the least device memory that turned out to be needed; 0: not known.
     """
 
-    supports_higher_order_operators = True
-    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
-
     def __init__(
-        self, meter: Meter, idle: Evictor, least_budget: Callable[[int], str] = lambda _: ""
+        self, meter: Meter, idle: EvictableTensors, least_budget: Callable[[int], str] = lambda _: ""
     ) -> None:
         super().__init__()
         self._least_budget = least_budget
@@ -294,36 +244,16 @@ class OomGuard(TorchDispatchMode):
         self._random = RandomStates(self._device)
         self._traits: dict[Any, OpTraits] = {}
         self._room: dict[_Key, int] = {}
-        self.running = False
         self._called: dict[int, tuple[_Key, int]] = {}
         self.caught = self.made_room = self.evicted_bytes = self.least_budget_bytes = 0
         self.ops: Counter[str] = Counter()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled."""
-        return True
-
-    def start(self) -> None:
-        """Guard the ops of this thread from now on, and those of the backwards that it calls."""
-        if not self.running:
-            self.running = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Stop guarding; several modes stop in the reverse order of their start. Safe to call again."""
-        if self.running:
-            self.running = False
-            self.__exit__(None, None, None)
-
     def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Free memory before an extension op (`op_hook`): as much as its last call turned out to need."""
         key = name, tuple(tensor.nbytes for tensor in inputs)
         self.make_room(name, self._room.get(key, 0))
         self._called[call] = key, self._bytes_without_evictions()
 
     def op_ends(self, call: int, outputs: Sequence[torch.Tensor], failed: bool, wanted_bytes: int) -> None:
-        """Note how much memory an extension op needed; ``failed``: it ran out of memory."""
         if call not in self._called:  # the guard was not there when it began
             return
         key, before_bytes = self._called.pop(call)
@@ -340,15 +270,10 @@ class OomGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         written: Sequence[torch.Tensor],
     ) -> tuple[Any, int]:
-        """Run a function of its arguments as if it were one op; run it again if it runs out of memory.
+        """Run a function as one op; return its result and the bytes that it allocated and did not free.
 
-        Args:
-            name: name for the log; calls with the same name and argument sizes are assumed to be alike.
-            function, args, kwargs: the call to run.
-            written: tensors that it might change; if it has changed one, it is not run again.
-
-        Returns:
-            Its result, and the bytes that it allocated and did not free.
+        Calls with the same name and argument sizes are assumed to need the same. If a failed one has changed
+        one of ``written``, it is not run again.
         """
         key = name, tuple(leaf.nbytes for leaf in written)
         self.make_room(name, self._room.get(key, 0))
@@ -375,12 +300,16 @@ class OomGuard(TorchDispatchMode):
     ) -> Any:
         if types and runs_its_own_dispatch(types):
             return NotImplemented  # the ops into which the subclass turns it are seen one by one
+        if func is _op_begin:
+            self.op_begins(*args)
+            return func(*args)  # for the modes below
+        if func is _op_end:
+            func(*args)
+            return self.op_ends(*args)
         kwargs = kwargs or {}
         traits = self._traits.get(func)
         if traits is None:
             traits = self._traits[func] = _traits_of(func)
-        if traits.bracket is not None:
-            return self._bracket(traits.bracket, func, args)
         if traits.why_once:
             return self._run_once(func, args, kwargs, traits)
         states = self._random.saved(kwargs.get("generator")) if traits.random else None
@@ -396,29 +325,28 @@ class OomGuard(TorchDispatchMode):
         failure: Failure | None,
         states: Callable[[], None] | None,
     ) -> Any:
-        """Evict and run until it succeeds or nothing is left. Not in ``except``: tracebacks hold tensors."""
+        # Not in `except`: tracebacks hold tensors.
         asked_bytes, result = 0, None
         while failure is not None:
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
             asked_bytes = max(wanted_bytes, 2 * asked_bytes)
             if self._random.capturing() or not (self._evict(asked_bytes) or self._meter.let_go()):
-                raise self._error(name, failure, self._why_none_left())
-            self._tidy(asked_bytes == wanted_bytes)
+                why = "Nothing idle is left to evict."
+                if idle_bytes := self._idle.idle_bytes:
+                    why = (
+                        f"{gib_text(idle_bytes)} more are idle, but no host memory is left to evict them to "
+                        "(host_memory_gib; in a rehearsal --host-memory)."
+                    )
+                raise self._error(name, failure, why)
+            first = asked_bytes == wanted_bytes
+            if first and self._meter.allocated_bytes() < 0.8 * self._reserved_bytes():
+                torch.accelerator.empty_cache()  # fragments may be in the way
             self.caught += 1
             self._note(name, "caught out-of-memory in")
             if states is not None:
                 states()
             result, failure = run()
         return result
-
-    def _why_none_left(self) -> str:
-        idle_bytes = self._idle.idle_bytes
-        if not idle_bytes:
-            return "Nothing idle is left to evict."
-        return (
-            f"{gib_text(idle_bytes)} more are idle, but no host memory is left to evict them to "
-            "(host_memory_gib; in a rehearsal --host-memory)."
-        )
 
     def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
         key = None
@@ -454,17 +382,11 @@ class OomGuard(TorchDispatchMode):
         self.evicted_bytes += freed_bytes
         return freed_bytes
 
-    def _tidy(self, first: bool) -> None:
-        """Empty the allocator's cache if much of it is unused: fragments may be in the way."""
-        if first and self._meter.allocated_bytes() < 0.8 * self._reserved_bytes():
-            torch.accelerator.empty_cache()
-
     def _note(self, name: str, what: str) -> None:
         self.ops[name] += 1
         logger.debug("%s %s; %d bytes evicted so far", what, name, self.evicted_bytes)
 
     def _error(self, name: str, failure: Failure, why: str) -> DeviceMemoryError:
-        """Return an error whose text names the memory needed and why nothing helped."""
         used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
@@ -478,7 +400,6 @@ class OomGuard(TorchDispatchMode):
         )
 
     def _fragments(self, failure: Failure, used_bytes: int, limit_bytes: int) -> str:
-        """Return a sentence about fragments if there is enough memory, but not in one piece."""
         if not failure.wanted_bytes or used_bytes + failure.wanted_bytes > limit_bytes:
             return ""
         reserved_bytes = self._reserved_bytes()
@@ -491,58 +412,50 @@ class OomGuard(TorchDispatchMode):
     def _reserved_bytes(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.memory_reserved(self._device)
 
-    def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
-        """Handle a mark of `op_hook`, and pass it to the modes below too."""
-        if which == "begin":
-            self.op_begins(*args)
-        func(*args)
-        if which == "end":
-            self.op_ends(*args)
-
 
 def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
     """Let ``guard`` run the calls of the compiled ones of ``modules``; return functions that undo this.
 
     A compiled region is one op, and its backward another. It allocates without the dispatcher, and a part of
-    it cannot be run again. The whole region can, as a function of its inputs. So the call of a compiled
-    module is run again as a single op is, unless the failed attempt has changed a buffer or an input. Its
-    backward runs inside autograd and gets one attempt: memory is freed before it, as much as its forward took
-    and as its new gradients need.
+    it cannot be run again. The whole region can, as a function of its inputs: its call is run again as a
+    single op is, unless the failed attempt has changed a buffer or an input. Its backward runs inside
+    autograd and gets one attempt: memory is freed before it, as much as its forward took and as its new
+    gradients need.
 
     Call this after all else that wraps the calls (`wrap_call`), and undo it before that is taken off.
     """
-    return [_guarded(guard, module) for module in modules if is_compiled(module)]
 
+    def guarded(inner: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"compiled {type(inner).__name__}"
 
-def _guarded(guard: OomGuard, module: nn.Module) -> Undo:
-    inner = uncompiled(module)
-    name = f"compiled {type(inner).__name__}"
-
-    def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not guard.running:
                 return compiled(*args, **kwargs)
             written = [*inner.buffers(), *_tensors((args, kwargs))]
             output, used_bytes = guard.run_region(name, compiled, args, kwargs, written)
-            nodes = {tensor.grad_fn: None for tensor in _tensors(output) if tensor.grad_fn is not None}
-            for node in list(nodes)[:1]:
-                node.register_prehook(_makes_room(guard, f"{name}, backward", used_bytes, inner))
+
+            def before_backward(_gradients: Any) -> None:
+                if guard.running:
+                    new = [item for item in inner.parameters() if item.requires_grad and item.grad is None]
+                    guard.make_room(f"{name}, backward", used_bytes + sum(item.nbytes for item in new))
+
+            nodes = (tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None)
+            if (node := next(nodes, None)) is not None:
+                node.register_prehook(before_backward)
             return output
 
         return call
 
-    if getattr(module, "_compiled_call_impl", None) is None:
-        return replace_forward(module, guarded(module.forward))
-    return replace_call(module, guarded)
-
-
-def _makes_room(guard: OomGuard, name: str, used_bytes: int, module: nn.Module) -> Callable[..., None]:
-    def before(_gradients: Any) -> None:
-        if guard.running:
-            new = [item for item in module.parameters() if item.requires_grad and item.grad is None]
-            guard.make_room(name, used_bytes + sum(item.nbytes for item in new))
-
-    return before
+    undo = []
+    for module in modules:
+        if not is_compiled(module):
+            continue
+        around = partial(guarded, uncompiled(module))
+        if getattr(module, "_compiled_call_impl", None) is None:
+            undo.append(replace_forward(module, around(module.forward)))
+        else:
+            undo.append(replace_call(module, around))
+    return undo
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -558,7 +471,7 @@ NAMESPACE = "hf_actswap"
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: the kernel of both marks, on every device and in tracing."""
+    pass  # the kernel of both marks, on every device and in tracing
 
 
 def _register(mark: str, signature: str) -> Any:
@@ -602,11 +515,9 @@ class op_hook:  # read as a verb, like `torch.no_grad`
     def __init__(
         self, name: str, inputs: Iterable[torch.Tensor] = (), outputs: Iterable[torch.Tensor] = ()
     ) -> None:
-        self._name, self._inputs = name, list(inputs)
-        self._outputs, self._call = list(outputs), 0
-        if self._outputs:
-            self._inputs += self._outputs  # they exist already
-            self._outputs = []
+        self._name, self._call = name, 0
+        self._inputs = [*inputs, *outputs]  # these outputs exist already
+        self._outputs: list[torch.Tensor] = []
 
     def outputs(self, *tensors: torch.Tensor) -> None:
         """Tell which tensors the op has made."""
@@ -630,6 +541,7 @@ Value = TypeVar("Value")
 
 SHARDED = "FSDP2 gathers weights inside it, and the other ranks have done their part"
 ONE_OF_SEVERAL = "a rank cannot choose tiles alone, and the others may wait for it in a collective"
+UNSEEN = "no forward has been seen so far, and other ranks may have done their part"
 COMMUNICATES = "it communicates, and the other ranks have done their part"
 
 
@@ -656,14 +568,12 @@ class Retry:
     ) -> None:
         self._missed = missed
         self._ready, self._ran_out, self._ahead = ready, ran_out, ahead
-        devices = {torch.device("cpu"), device}
-        self._random = [RandomStates(item) for item in devices]
+        self._random = [RandomStates(item) for item in {torch.device("cpu"), device}]
         self._model = model
         self._exchanges = CommunicationCheck(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
-        """Retry forwards of ``module`` together with the hooks on it; return what undoes this."""
 
         def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
@@ -709,8 +619,7 @@ class Retry:
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward of a micro-batch; if memory runs out, run them again under the guard.
 
-        Args:
-            step: runs both, and nothing else that must not happen twice.
+        ``step`` runs both, and nothing else that must not happen twice.
 
         Raises:
             DeviceMemoryError: there is no retry, and the text says why; or the retry failed too.
@@ -758,7 +667,8 @@ class Retry:
         except RuntimeError as error:
             failure = failure_of(error)
             stage = self._ready()
-            if failure is None or not stage or not _may_run_again(error):
+            final = isinstance(error, DeviceMemoryError) and not error.may_run_again
+            if failure is None or not stage or final:
                 raise
             why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
             if len(restore) < len(self._random):
@@ -773,10 +683,6 @@ class Retry:
         for state in restore:
             state()
         return again()
-
-
-def _may_run_again(error: RuntimeError) -> bool:
-    return not isinstance(error, DeviceMemoryError) or error.may_run_again
 
 
 def _explained(failure: Failure, what: str, why: str, stage: str) -> DeviceMemoryError:
@@ -794,7 +700,8 @@ def _explained(failure: Failure, what: str, why: str, stage: str) -> DeviceMemor
 
 
 class CommunicationCheck:
-    """Finds out whether a forward communicates with other ranks; if not, this rank can rerun it alone.
+    """Finds out whether a forward of ``model`` communicates with other ranks; if not, this rank can rerun it
+    alone.
 
     Three sources are asked, each of which sees what the others cannot:
 
@@ -804,21 +711,17 @@ class CommunicationCheck:
     * the **sequence numbers of the process groups** before and after an attempt: each collective increases
       one, also inside compiled regions and in ops that only some forwards run.
 
-    DistributedDataParallel broadcasts buffers before the forward of the model inside it, and reduces
-    gradients in backward. An extension's kernels that reach other devices by themselves are not seen.
-
-    Args:
-        model: the model whose forwards are judged.
+    DistributedDataParallel communicates before the forward of the model inside it, and in backward. An
+    extension's kernels that reach other devices by themselves are not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._inside: str | None = None
-        self._known = False
+        self._inside: str | None = UNSEEN
 
     def learned_from(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call``, wrapped so that the first forward of several ranks is watched while it runs."""
-        if self._known or world_size() == 1:
+        if self._inside != UNSEEN or world_size() == 1:
             return call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -828,7 +731,6 @@ class CommunicationCheck:
                 result = call(*args, **kwargs)
             sharded = any(hasattr(type(module), FSDP2_METHOD) for module in self._model.modules())
             self._inside = SHARDED if sharded else COMMUNICATES if watch.seen else None
-            self._known = True
             return result
 
         return watched
@@ -846,33 +748,20 @@ class CommunicationCheck:
             return None
 
     def why_not_alone(self, mark: tuple[int, ...] | None) -> str | None:
-        """Return why a forward cannot be run again by this rank alone; ``None``: it can.
-
-        Args:
-            mark: what `mark` returned before the forward.
-        """
+        """Return why this rank cannot rerun a forward alone, given `mark` before it; ``None``: it can."""
         if world_size() == 1:
             return None
-        if not self._known:
-            return "no forward has been seen so far, and other ranks may have done their part"
-        if self._inside is not None:
-            return self._inside
-        return COMMUNICATES if mark is None or mark != self.mark() else None
+        if self._inside is None and (mark is None or mark != self.mark()):
+            return COMMUNICATES
+        return self._inside
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(StartedMode):
     """Notes whether an op communicates."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled, as under `OomGuard`."""
-        return True
 
     def __torch_dispatch__(
         self,

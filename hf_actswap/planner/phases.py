@@ -15,26 +15,25 @@ stable   the best measured plan, or the one of a      when a batch is larger tha
 Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
 guard, which moves tensors and changes no number.
 
-The search phase: tries the plans with the best predictions on the machine, and corrects the predictions.
+**Search** tries the plans with the best predictions on the machine, and corrects the predictions. A plan runs
+for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in use is then
+what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and shows whether
+memory suffices; if not, the plan is given up. The second is timed. Then the search for the others runs again
+with what the plan's steps used beyond the prediction. The best measured plan is kept: the fastest of those
+that stayed within the budget while nothing had to be evicted.
 
-A plan runs for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in
-use is then what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and
-shows whether memory suffices; if not, the plan is given up. The second is timed. Once a plan has been
-measured, the search for the others runs again with what its steps used beyond the prediction. **The best
-measured plan is kept**: the fastest of those that stayed within the budget while nothing had to be evicted.
+Where batches differ in size, a step's time is scaled, by tokens, to the planned size, and its memory is
+compared with the prediction for its own size. If a batch is larger, the planner plans for that batch from
+then on, and earlier trials count no longer.
 
-Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and its
-memory is compared with the prediction for its own size. If a batch is larger than the planned size, the
-planner plans for that batch from then on, and earlier trials count no longer.
+**Stable**: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
 
-The stable phase: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
-
-* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
-  more memory, so it runs under this plan or its bucket's own (`planning`). A larger batch runs under the
-  guard, which moves tensors if memory runs out; after its step the planner plans anew.
-* The **peak**, after each step, of what was in use. If it misses the budget, or if a step ran out of memory
-  and needed a `oom_guard`, the planner plans anew. If this happens under a bucket's plan, that plan is
-  dropped instead.
+* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
+  under this plan or its bucket's own (`planning`). A larger one runs under the guard; after its step the
+  planner plans anew.
+* The **peak** of what was in use, after each step. If it misses the budget, or if a step ran out of memory
+  and needed the guard, the planner plans anew. If this happens under a bucket's plan, that plan is dropped
+  instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
 ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
@@ -44,11 +43,10 @@ and larger batches run under the guard.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -88,19 +86,13 @@ from .shape_buckets import BatchSize, RecordedStep
 from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps
 
-logger = logging.getLogger(__name__)
-
 STEPS_PER_TRIAL = 2
 
 
 class SearchPhase:
     """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
 
-    Args:
-        run: the training.
-        task: what is to be planned.
-        steps: the most training steps that the search takes.
-        first: the best plan by prediction, where it is known already.
+    ``first`` is the best plan by prediction, where it is known already; the search takes ``steps`` at most.
 
     Attributes:
         trials: the plans tried so far for the largest batch.
@@ -121,9 +113,8 @@ class SearchPhase:
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned(first)
-        logger.info(
-            "%s: search (%d steps at most, budget %s; without a plan %s)",
-            run.name,
+        run.log.info(
+            "search (%d steps at most, budget %s; without a plan %s)",
             steps,
             gib_text(task.budget_bytes),
             gib_text(task.unplanned.peak_bytes),
@@ -132,12 +123,10 @@ class SearchPhase:
 
     @property
     def steps_left(self) -> int:
-        """Steps that are still to come, at most."""
         return max(self._steps_left, 0)
 
     @property
     def best(self) -> Trial:
-        """The best trial that has run; the first trial if none has."""
         return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
 
     def step_starts(self) -> None:
@@ -149,7 +138,6 @@ class SearchPhase:
             self._run.meter.hold_to(self.task.budget_bytes)
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """Note the size of a micro-batch of this step."""
         planned = self.task.size
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         if size is not None:
@@ -171,8 +159,8 @@ class SearchPhase:
             return False
         else:
             self._say(trial, fits)
-        if fits and self._costs_nothing(trial):
-            return True  # there is nothing faster
+        if fits and trial.plan.rows == self.task.fixed.rows:
+            return True  # it costs nothing, so there is nothing faster
         if self._steps_left <= 0 or not self._learn(trial, fits):
             return True
         self._next()
@@ -197,19 +185,17 @@ class SearchPhase:
         return measured, largest
 
     def _grows(self, size: BatchSize) -> bool:
-        """Plan for batches of up to ``size``; return whether a plan fits them."""
         before, planned = self.task, self._waiting
         self.task = before.grown(size)
-        logger.info(
-            "%s: a batch of %d tokens, and the trials are for %d: planning for the larger one",
-            self._run.name,
+        self._run.log.info(
+            "a batch of %d tokens, and the trials are for %d: planning for the larger one",
             size.tokens,
             before.size.tokens if before.size is not None else 0,
         )
         try:
             self._waiting = self._planned()
         except BudgetError as error:
-            logger.warning("%s: for a batch of %d tokens, %s", self._run.name, size.tokens, error)
+            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, error)
             self.task, self._waiting = before, planned
             return False
         self.outgrown += self.trials
@@ -225,30 +211,23 @@ class SearchPhase:
         self._run.replace_plans(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
-        """Correct predictions by what ``trial`` used; return whether there are more plans to try."""
         task, profile, predicted = self.task, self.task.profile, trial.prediction
         if self._trial_sizes <= {task.size}:
             profile = learned(profile, trial.plan, shown_by(trial))
             if profile is not task.profile:
                 predicted = task.predicted(profile, trial.plan)
         else:
-            profile_of_trial = task.at(reduce(BatchSize.joined, self._trial_sizes))
-            predicted = task.predicted(profile_of_trial, trial.plan)
+            predicted = task.predicted(task.at(reduce(BatchSize.joined, self._trial_sizes)), trial.plan)
         used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
         beyond = used - predicted.peak_bytes
         if not fits or profile is not task.profile or beyond > task.beyond_bytes:
             self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
-            self._search_again()
+            tried = [trial.plan.rows for trial in self.trials]
+            try:
+                self._waiting = [item for item in self._planned() if item.plan.rows not in tried]
+            except BudgetError as error:
+                self._run.log.warning("with what the last trial used, %s", error)
         return bool(self._waiting)
-
-    def _search_again(self) -> None:
-        try:
-            found = self._planned()
-        except BudgetError as error:
-            logger.warning("%s: with what the last trial used, %s", self._run.name, error)
-            return
-        tried = [trial.plan.rows for trial in self.trials]
-        self._waiting = [item for item in found if item.plan.rows not in tried]
 
     def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
@@ -256,18 +235,13 @@ class SearchPhase:
             found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
-        text = "%s: %d plan(s) worth a trial, found in %.2f s"
-        logger.debug(text, self._run.name, len(found), self.planning_s[-1])
+        self._run.log.debug("%d plan(s) worth a trial, found in %.2f s", len(found), self.planning_s[-1])
         return found
-
-    def _costs_nothing(self, trial: Trial) -> bool:
-        return trial.plan.rows == self.task.fixed.rows
 
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
-        logger.debug(
-            "%s: trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
-            self._run.name,
+        self._run.log.debug(
+            "trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
             len(self.trials),
             gib_text(trial.reserved_peak_bytes),
             trial.step_ms,
@@ -285,8 +259,6 @@ class Stable:
     """The phase in which the plan that was found stays on, until a batch or a peak needs a new one.
 
     Args:
-        run: the training; the plan is on the model.
-        budget_bytes: the most that a step may use.
         size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
         plans: how many plans were made so far.
         stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
@@ -294,12 +266,11 @@ class Stable:
         smaller: the plans of smaller batches; ``None``: there are none.
 
     Attributes:
-        plan: the plan for the largest batches, which is on the model when the phase begins.
         missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
             most of all ranks once `step_ended` has returned true.
     """
 
-    name = "stable"
+    name, steps_left = "stable", 0
 
     def __init__(
         self,
@@ -326,7 +297,6 @@ class Stable:
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """Choose plan and guard for a micro-batch of ``shape``."""
         planned, smaller = self._size, self.smaller
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         fits = planned is None or size is None or planned.covers(size)
@@ -337,16 +307,13 @@ class Stable:
                 smaller.serve(size)
         if not fits:
             if not self._larger:
-                logger.info(
-                    "%s: a batch of %s is larger than what is planned for: this step runs under the guard",
-                    self._run.name,
-                    shape,
+                self._run.log.info(
+                    "a batch of %s is larger than what is planned for: this step runs under the guard", shape
                 )
             self._larger = self._larger_now = True
             self._run.set_guard(True)
 
     def ran_out(self, failure: Failure) -> None:
-        """Note that memory ran out under the plan, and run the rest of this step under the guard."""
         if self.smaller is None or not self.smaller.drop_used():
             self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
         self._run.set_guard(True)
@@ -372,10 +339,8 @@ class Stable:
         needs = from_all_ranks((self._larger, self.missed_by_bytes))
         self.missed_by_bytes = max(missed for _, missed in needs)
         if self.missed_by_bytes:
-            logger.info(
-                "%s: a step wanted %s more than there is; planning anew",
-                self._run.name,
-                gib_text(self.missed_by_bytes),
+            self._run.log.info(
+                "a step wanted %s more than there is; planning anew", gib_text(self.missed_by_bytes)
             )
         return self.missed_by_bytes > 0 or any(larger for larger, _ in needs)
 
@@ -386,11 +351,10 @@ Value = TypeVar("Value")
 class Planner:
     """Finds a plan while a model trains, and keeps it on. Use as a context manager, or call `remove`.
 
-    It is used in place of an `AppliedPlan`. Call `step_ended` after each optimizer step: all forwards
-    between two such calls are the micro-batches of one step.
+    It is used in place of an `AppliedPlan`. Call `step_ended` after each optimizer step: all forwards between
+    two such calls are the micro-batches of one step.
 
     Args:
-        run: the training.
         made_for: describes this run for a plan file, given a batch's shape; ``None``: no file is written.
         known: the plan of a file, which is used instead of searching.
         writes_file: whether ``memory.plan_file`` may be written.
@@ -441,7 +405,7 @@ class Planner:
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
             self._phase = self._stable_from(known)
@@ -473,7 +437,6 @@ class Planner:
 
     @property
     def memory_mode(self) -> str:
-        """``smart_swap`` or ``adaptive``."""
         return self._run.name
 
     @property
@@ -482,7 +445,7 @@ class Planner:
         return self._run.applied if self.phase == "stable" and not self._run.guarded else None
 
     def stats(self) -> SwapStats:
-        """Return the totals since the planner began, over all plans that it put on the model."""
+        """Return the totals over all plans that the planner has put on the model."""
         return self._run.stats()
 
     @property
@@ -509,8 +472,8 @@ class Planner:
         """End a training step; call it after the optimizer's step, on every rank.
 
         Raises:
-            BudgetError: no plan fits the budget; the error names the least one that would do. The planner has
-                removed itself, because its guard would hold all later work of the process to this budget.
+            BudgetError: no plan fits; the error names the least budget that would do. The planner has removed
+                itself, because its guard would hold all later work of the process to this budget.
         """
         if not self._in_step:
             return
@@ -540,16 +503,13 @@ class Planner:
             self._impossible = []
             self._phase = WarmUp(self._run, 1)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
-            now = self._phase
-            self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
+            self.progress(self._phase.name, self._phase.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, again if memory runs out (`oom_guard`).
+        """Run forward and backward of a micro-batch, again if memory runs out; a forward alone is retried
+        anywhere.
 
-        A forward is retried wherever it is called; a backward only in here.
-
-        Args:
-            step: runs both, and nothing else that must not happen twice.
+        ``step`` runs both, and nothing else that must not happen twice.
 
         Raises:
             DeviceMemoryError: the micro-batch cannot be run again, and the text says why.
@@ -558,7 +518,7 @@ class Planner:
 
     def on_remove(self, step: Callable[[], None]) -> None:
         """Let `remove` call ``step`` too; the step that was added last is called first."""
-        self._undo.append(step)
+        self._undo.callback(step)
 
     @uninterrupted()
     def remove(self) -> None:
@@ -566,12 +526,10 @@ class Planner:
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         self._run.close()
-        undo, self._undo = self._undo, []
-        for step in reversed(undo):
-            step()
+        self._undo.close()
 
     def __repr__(self) -> str:
-        left = 0 if isinstance(self._phase, Stable) else self._phase.steps_left
+        left = self._phase.steps_left
         steps = f" ({left} step(s) left at most)" if left else ""
         words = "; ".join(plan_in_words(self.plan, self.structure))
         return f"<Planner {self.memory_mode}, {self.phase}{steps}: {words}>"
@@ -596,56 +554,54 @@ class Planner:
         self._phase.forward_starts(shape)
 
     def _stable_from(self, known: FilePlan) -> Stable:
-        run = self._run
+        run, asked_gib = self._run, self._run.training.memory.budget_gib
         run.replace_plans(known.plan, guarded=False)
-        asked_gib, budget = run.training.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
+        budget = known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
-        logger.info("%s: stable: the plan of %s, nothing is searched", run.name, known.path)
-        size = BatchSize.of(known.batch_shape, False)
-        return Stable(run, budget, size, self._plans)
+        run.log.info("stable: the plan of %s, nothing is searched", known.path)
+        return Stable(run, budget, BatchSize.of(known.batch_shape, False), self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
         step = phase.step_ended()
         if step is None:
             return
         self._micro_batches = phase.micro_batches
-        own, step = step, _better_record(step, self._recorded)
-        self._recorded = step
-        if step is own:
-            self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
+        self._recorded = _better_record(step, self._recorded)
+        if step is self._recorded and not self._without_tiles:
+            self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # the search may take seconds
             self.progress(SearchPhase.name, max(self._run.training.memory.search_steps, 1))
         try:
-            self._phase = self._begin_search(step, self._largest)
+            self._phase = self._begin_search(self._recorded, self._largest)
         except BudgetError as error:
             if self._last is None:
                 raise
             self._keep_last_plan_guarded(self._last, error)
 
     def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
-        """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
-        run, again = self._run, self._last is not None
+        run = self._run
         states_bytes = 0 if run.states is None else run.states.state_bytes
         states_bytes += 0 if run.weights is None else run.weights.host_bytes
-        device_bytes, unpredicted_bytes = run.meter.limit_bytes(), self._beyond_bytes
-        without = self._without_tiles
         task = agreed_task(
             step,
             run.fixed,
             run.training.memory,
-            device_bytes,
+            run.meter.limit_bytes(),
             states_bytes,
-            unpredicted_bytes,
-            again,
+            self._beyond_bytes,
+            self._last is not None,
             largest,
-            without,
+            self._without_tiles,
             run.training.in_flight,
         )
-        if run.movable is not None and (why := weights_pay(task, run.movable.sizes_bytes)):
-            return self._weights_to_host(why)
-        known = self._states_in_passing(task, step)
+        on_device: Found | None = None
+        if run.movable is not None:
+            why, on_device = weights_pay(task, run.movable.sizes_bytes)
+            if why:
+                return self._weights_to_host(why)
+        known = self._states_in_passing(task, step, on_device)
         if isinstance(known, RecordedStep):
             return self._begin_search(known, largest)
         try:
@@ -657,35 +613,30 @@ class Planner:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
                 raise min(self._impossible, key=lambda error: error.least_bytes) from None
-            logger.warning(
-                "%s: not for the largest batch so far, which would be guarded: %s", run.name, error
-            )
+            run.log.warning("not for the largest batch so far, which would be guarded: %s", error)
             return self._begin_search(step, None)
 
-    def _states_in_passing(self, task: PlanningTask, step: RecordedStep) -> RecordedStep | Found | None:
+    def _states_in_passing(
+        self, task: PlanningTask, step: RecordedStep, on_device: Found | None
+    ) -> RecordedStep | Found | None:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
-        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan
-        beside them, where it is known.
-
-        Args:
-            task: what is to be planned.
-            step: the recorded step, with the states on the device.
+        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan so
+        far.
         """
         run = self._run
         if run.training.memory.preference != "auto":
-            return None
+            return on_device
         ranks = from_all_ranks((run.make_states is not None, self._micro_batches))
         if not all(may for may, _ in ranks):
-            return None
+            return on_device
         micro_batches = max(count for _, count in ranks)
-        found, on_device = states_in_passing(task, micro_batches)
+        found, on_device = states_in_passing(task, micro_batches, on_device)
         if found is None:
             return on_device
-        logger.info(
-            "%s: the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
+        run.log.info(
+            "the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, and %.0f ms with them on the device",
-            run.name,
             micro_batches,
             found.ms,
             found.kept_ms,
@@ -697,7 +648,7 @@ class Planner:
     def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
         """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
         run = self._run
-        logger.info("%s: frozen weights of the layers wait on the host: %s", run.name, why)
+        run.log.info("frozen weights of the layers wait on the host: %s", why)
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.weights_to_host()
@@ -705,15 +656,12 @@ class Planner:
         return WarmUp(run, first_steps(run))
 
     def _more_room(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
-        """Move frozen weights to the host, if they may, or run more in tiles; see `_more_tiles`."""
         return self._more_tiles(size, without) if self._run.movable is None else self._weights_to_host()
 
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
         """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
 
-        Args:
-            size: size of the largest batch.
-            without: the step predicted without a plan so far; ``None``: no step has been recorded.
+        ``without`` is the step predicted without a plan so far; ``None``: no step has been recorded.
         """
         run = self._run
         if size is None or size.tokens <= AUTO_LEAST_TOKENS:
@@ -721,7 +669,7 @@ class Planner:
         tiled = next((plan for plan in run.ladder or () if len(plan.tiles) > len(run.fixed.tiles)), None)
         if tiled is None:
             return None
-        logger.warning("%s: %s", run.name, tiled.adjustments[-1])
+        run.log.warning("%s", tiled.adjustments[-1])
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.take_off()
@@ -732,8 +680,8 @@ class Planner:
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose tiles ahead of the first forward if no plan fits some rank; return whether any were chosen.
 
-        Only with several ranks: one that runs out of memory later, in warm-up, cannot choose tiles alone.
-        Every rank must call it.
+        Only with several ranks, which all must call it: one that runs out of memory in warm-up cannot choose
+        tiles alone.
 
         Raises:
             BudgetError: weights, gradients and states alone exceed the budget (the only rank's).
@@ -741,12 +689,12 @@ class Planner:
         if self._may_reject and not is_dry(args, kwargs):
             self._may_reject = False
             error = self._run.budget_error(self._run.resting_bytes(), args, kwargs)
-            if error is not None and self._run.movable is not None:
+            if error is not None:
+                if self._run.movable is None:
+                    self.remove()
+                    raise error
                 self._phase = self._weights_to_host()
                 return True
-            if error is not None:
-                self.remove()
-                raise error
         if not self._may_tile_ahead or is_dry(args, kwargs):
             return False
         self._may_tile_ahead, before = False, self._phase
@@ -764,14 +712,13 @@ class Planner:
         return self._phase is not before
 
     def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
-        """Keep the earlier plan under the guard: nothing fits any more, but a running training goes on."""
         run = self._run
-        logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
+        run.log.warning("the plan before stays on, under the guard, which costs time: %s", error)
         run.replace_plans(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
-        """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
+        """Return the phase if it allows a retry, else ``""``."""
         if isinstance(self._phase, WarmUp):
             if self._run.movable is not None:
                 return self.phase
@@ -788,10 +735,7 @@ class Planner:
             raise DeviceMemoryError(failure.text)
 
     def _missed_budget(self) -> BudgetError | None:
-        """Return the error of a first step that ran out of the budget itself, as on a CPU; else ``None``.
-
-        The planner has then removed itself.
-        """
+        """Remove the planner if a first step ran out of the budget itself, as on a CPU; return the error."""
         run, asked_gib = self._run, self._run.training.memory.budget_gib
         if not isinstance(self._phase, WarmUp) or self._last is not None or asked_gib is None:
             return None
@@ -803,29 +747,26 @@ class Planner:
     def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
         self.trials += [*search.outgrown, *search.trials]
-        self.task = search.task
+        self.task = task = search.task
         self.planning_s += search.planning_s
-        budget = search.task.budget_bytes
+        budget = task.budget_bytes
         fits = best.fits(budget)
-        if not fits and (anew := self._more_room(search.task.size, search.task.unplanned)) is not None:
-            self._phase = anew
-            return
         if not fits:
-            logger.warning(
-                "%s: no plan that was tried stays within %s; the one that needs least stays on, under the "
+            if (anew := self._more_room(task.size, task.unplanned)) is not None:
+                self._phase = anew
+                return
+            run.log.warning(
+                "no plan that was tried stays within %s; the one that needs least stays on, under the "
                 "guard, which costs time",
-                run.name,
                 gib_text(budget),
             )
         run.replace_plans(best.plan, guarded=not fits)
-        task = search.task
-        kept_everything = [trial for trial in search.trials if trial.plan.rows == run.fixed.rows]
-        self.outcome = self._outcome(task, best, kept_everything)
+        self.outcome = self._outcome(search)
         self._beyond_bytes = task.unpredicted_bytes
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
-        logger.info("%s: stable: %s", run.name, _in_words(best))
+        run.log.info("stable: %s", _in_words(best))
         self._found = None
         if fits and self._made_for is not None:
             made_for = self._made_for(task.profile.batch_shape)
@@ -847,19 +788,21 @@ class Planner:
             model = unwrapped(self._run.training.model)
             write_plan(path, found.plan, model, found.made_for, found.numbers)
         except OSError as error:
-            said = "%s: the plan is on, but cannot be written to %s (%s)"
-            logger.warning(said, self._run.name, os.fspath(path), error.strerror)
+            said = "the plan is on, but cannot be written to %s (%s)"
+            self._run.log.warning(said, os.fspath(path), error.strerror)
 
-    def _outcome(self, task: PlanningTask, best: Trial, kept_everything: Sequence[Trial]) -> Outcome:
+    def _outcome(self, search: SearchPhase) -> Outcome:
+        task, best, fixed = search.task, search.best, self._run.fixed
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
         without = self._without_tiles or task.predicted(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
         recorded = task.step is not None and task.step.size == task.size and task.in_flight == 1
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
-        if self._run.fixed.tiles and self._without_tiles is None:
+        if fixed.tiles and self._without_tiles is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
+        kept_everything = (trial for trial in search.trials if trial.plan.rows == fixed.rows)
         keeping = [trial.step_ms for trial in kept_everything if trial.steps]
         if keeping and self._without_tiles is None:
             return Outcome(used_bytes, best.step_ms, peak_bytes, min(keeping), source, "measured")
@@ -870,7 +813,7 @@ class Planner:
 
 
 def _better_record(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
-    """Return the earlier step if its batch was larger, since less must be guessed from it; else the later."""
+    """Return the step of the larger batch, since less must be guessed from it; if equal, the later one."""
     if before is None or before.size is None or step.size is None:
         return step
     same = before.profile.optimizer_state_bytes == step.profile.optimizer_state_bytes

@@ -1,12 +1,10 @@
-"""Reads and writes ``plan_file``: the plan that was found, and the run that it was found for.
+"""Reads and writes ``plan_file``: the plan that was found, what was measured, and the run it was found for.
 
 The document is that of `MemoryPlan.to_json`, so `apply` takes it and a person may edit it, with the sections
 ``made_for`` and ``measured`` added, and the plan's ``fingerprint``. A run that agrees with ``made_for`` uses
 the plan and searches nothing; so does a run whose file lacks that section, as ``hf-actswap plan --save``
-writes it, if its model is that of the fingerprint. The planner overwrites
-only files that it wrote for the same model on the same devices.
-
-The plans that were tried on the machine, what was measured of them, and which is best.
+writes it, if its model is that of the fingerprint. The planner overwrites only files that it wrote for the
+same model on the same devices.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -35,7 +33,6 @@ class MeasuredStep:
 
     Args:
         step_ms: time from the first forward to the end of the step.
-        peak_bytes: the most device memory in use.
         reserved_peak_bytes: the most that the allocator held.
         evicted_bytes: bytes that the guard moved because memory ran out.
         offloaded_bytes: bytes that the plan swapped.
@@ -50,24 +47,12 @@ class MeasuredStep:
     @staticmethod
     def worst(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         """Return the largest value of each field over the steps of all ranks."""
-        return MeasuredStep(
-            max(step.step_ms for step in steps),
-            max(step.peak_bytes for step in steps),
-            max(step.reserved_peak_bytes for step in steps),
-            max(step.evicted_bytes for step in steps),
-            max(step.offloaded_bytes for step in steps),
-        )
+        return MeasuredStep(*(max(values) for values in zip(*map(astuple, steps), strict=True)))
 
 
 @dataclass
 class Trial:
-    """A plan that is tried on the machine.
-
-    Args:
-        plan: the plan.
-        prediction: its prediction.
-        steps: its measured steps, in order. The first also prepares: kernels, page-locked memory.
-    """
+    """A plan that is tried on the machine; its first step also prepares: kernels, page-locked memory."""
 
     plan: MemoryPlan
     prediction: Prediction
@@ -80,7 +65,6 @@ class Trial:
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The most bytes that the allocator held in any step."""
         return max((step.reserved_peak_bytes for step in self.steps), default=0)
 
     def fits(self, budget_bytes: int) -> bool:
@@ -95,8 +79,7 @@ class Outcome:
     Args:
         peak_bytes, step_ms: device memory in use at the peak and time of a step, with the plan.
         without_peak_bytes, without_step_ms: the same if everything is kept.
-        source: where the peak without a plan comes from, in words.
-        time_source: where the time without a plan comes from, in words.
+        source, time_source: where the peak and the time without a plan come from, in words.
     """
 
     peak_bytes: int
@@ -130,10 +113,7 @@ class MadeFor:
         batch_shape: shape of the input ids of one micro-batch. The plan serves smaller batches too; when a
             larger one comes, the planner plans anew.
         dtype: type of the parameters.
-        device: name of the device.
-        world_size: number of ranks.
         requested: the ``memory`` section without the file's name, and the fates written by hand.
-        versions: versions of PyTorch and of this package.
     """
 
     model: str
@@ -173,7 +153,6 @@ class FilePlan:
     """What a plan file holds.
 
     Args:
-        plan: the plan.
         made_for: the run that it was found for; ``None`` where the file does not say.
         measured: numbers that the planner measured.
         predicted: numbers that ``hf-actswap plan`` predicted.
@@ -206,13 +185,13 @@ class FilePlan:
     @property
     def outcome(self) -> Outcome | None:
         """Time and peak with and without the plan, from the file; ``None``: the file lacks some of them."""
-        found = self.numbers
+        found, said = self.numbers, "as the plan file says"
         try:
             with_plan = found["peak_bytes"], found["step_ms"]
             without = found["without_plan_peak_bytes"], found["without_plan_step_ms"]
         except KeyError:
             return None
-        return Outcome(*with_plan, *without, "as the plan file says", "as the plan file says")
+        return Outcome(*with_plan, *without, said, said)
 
 
 def write_plan(
@@ -222,17 +201,11 @@ def write_plan(
     made_for: MadeFor,
     measured: Mapping[str, Any],
 ) -> None:
-    """Write a plan, whole or not at all.
+    """Write a plan, whole or not at all; missing folders are made. `OSError`: the file cannot be written.
 
     Args:
-        path: path of the file; missing folders are made.
-        plan: the plan that was found.
         model: the model, without wrappers.
-        made_for: the run that it was found for.
         measured: numbers about the plan: those of `PlanNumbers`, and others for people to read.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     whole = replace(plan, fingerprint=fingerprint_of(model, made_for.batch_shape))
     document: dict[str, Any] = json.loads(whole.to_json())

@@ -1,12 +1,11 @@
 """Finds one plan for all ranks: puts together what they measured, searches on rank 0, sends the result.
 
-Plans for batches that are shorter than the largest: each bucket of sizes may have a plan of its own.
-
-The first batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step the
-planner searches a plan for the bucket by prediction, from the recorded step scaled to the bucket's upper
-edge, within the same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing
-the larger plan. Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of
-the planner run the same collectives.
+Batches that are shorter than the largest may have plans of their own, one for each bucket of sizes. The first
+batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step a plan is
+searched for the bucket by prediction, from the recorded step scaled to the bucket's upper edge, within the
+same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing the larger plan.
+Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of the planner run
+the same collectives.
 
 A plan that misses the budget is dropped for good. Where layers are compiled no bucket has a plan of its own,
 because each plan would need a compilation.
@@ -14,11 +13,10 @@ because each plan would need a compilation.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
@@ -34,10 +32,14 @@ from .profile import Limits, Prediction, Profile
 from .record.shapes import with_weights_on_host
 from .run import Run
 from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
-from .search.states_place import WORTH, WholeStep, whole_step, with_states_in_passing, with_states_on_host
+from .search.states_place import (
+    WholeStep,
+    faster_with_weights_on_host,
+    whole_step,
+    with_states_in_passing,
+    with_states_on_host,
+)
 from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
-
-logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -49,7 +51,6 @@ class PlanningTask:
     Args:
         profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
-        memory: the ``memory`` section of the configuration.
         budget_bytes: the most device memory that a step may use, fragments included.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states and frozen weights take.
@@ -71,11 +72,7 @@ class PlanningTask:
     in_flight: float = 1
 
     def at(self, size: BatchSize) -> Profile:
-        """Return the profile scaled to another batch size, with compiled layers as trials have measured them.
-
-        Raises:
-            ValueError: the step cannot be scaled to it.
-        """
+        """Return the profile at another batch size; `ValueError`: the step cannot be scaled to it."""
         if size == self.size:
             return self.profile
         if self.step is None:
@@ -83,9 +80,7 @@ class PlanningTask:
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
     def grown(self, size: BatchSize) -> PlanningTask:
-        """Return the same task for batches of up to ``size`` too."""
-        if self.step is None or self.size is None:
-            raise ValueError("there is no recorded step to scale")
+        assert self.size is not None
         size = self.size.joined(size)
         profile = self.at(size)
         unplanned = self.predicted(profile, self.fixed)
@@ -94,12 +89,7 @@ class PlanningTask:
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
 
     def plan_at(self, size: BatchSize) -> Found:
-        """Return the best predicted plan for a smaller size; each rank searches, and all find the same.
-
-        Raises:
-            ActSwapError: nothing fits, or scipy is missing.
-            ValueError: the step cannot be scaled to it.
-        """
+        """Return the best predicted plan for a smaller size; each rank searches, and all find the same."""
         return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
@@ -139,16 +129,13 @@ def agreed_task(
 
     Args:
         own: the step that this rank recorded, with the optimizer's states where they are in every step.
-        fixed, memory: as in `PlanningTask`.
         device_bytes: device memory that this rank can use.
-        states_bytes: host memory that the optimizer's states and frozen weights take on this rank.
-        unpredicted_bytes: as in `PlanningTask`; the same on every rank.
         again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
             the budget and is no error.
         largest: the largest batch that this rank has seen, which is planned for if it is larger than the
             recorded one; ``None``: not known.
-        unplanned: as in `PlanningTask`; ``None``: predicted from the recorded step.
-        in_flight: as in `PlanningTask`.
+        unplanned: ``None``: predicted from the recorded step.
+        fixed, memory, states_bytes, unpredicted_bytes, in_flight: as in `PlanningTask`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -192,33 +179,26 @@ def agreed_step(own: RecordedStep) -> RecordedStep:
     profile = step.profile
     slowdown = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
     links = [link for _, _, link in facts if link is not None]
-    profile = replace(
-        profile,
-        op_events=tuple(
-            replace(
-                op_event,
-                forward_ms=op_event.forward_ms * slowdown,
-                backward_ms=op_event.backward_ms * slowdown,
-            )
-            for op_event in profile.op_events
-        ),
-        link=slowest(links) if len(links) == len(facts) else None,
+    op_events = tuple(
+        replace(item, forward_ms=item.forward_ms * slowdown, backward_ms=item.backward_ms * slowdown)
+        for item in profile.op_events
     )
-    return replace(step, profile=profile)
+    link = slowest(links) if len(links) == len(facts) else None
+    return replace(step, profile=replace(profile, op_events=op_events, link=link))
 
 
 def found_by_rank_0(search: Callable[[], Value]) -> Value:
     """Run ``search`` on rank 0 and return on every rank what it returned there, or raise what it raised."""
-    outcome: tuple[Value | None, ActSwapError | None] = (None, None)
+    outcome: Any = None
     if rank() == 0:
         try:
-            outcome = (search(), None)
+            outcome = search()
         except ActSwapError as error:
-            outcome = (None, error)
-    value, problem = from_one_rank(outcome)
-    if problem is not None:
-        raise problem
-    return value  # type: ignore[return-value]
+            outcome = error
+    outcome = from_one_rank(outcome)
+    if isinstance(outcome, ActSwapError):
+        raise outcome
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -226,7 +206,7 @@ class StatesInPassing:
     """The optimizer's states are to wait on the host between its steps.
 
     Args:
-        resident_bytes: how many bytes of them leave in the first forward and come back in the last backward.
+        resident_bytes: `WholeStep.resident_bytes`.
         ms, kept_ms: the predicted time of the optimizer's step so, and with the states on the device.
     """
 
@@ -235,16 +215,13 @@ class StatesInPassing:
     kept_ms: float
 
 
-def states_in_passing(task: PlanningTask, micro_batches: int) -> tuple[StatesInPassing | None, Found | None]:
+def states_in_passing(
+    task: PlanningTask, micro_batches: int, on_device: Found | None = None
+) -> tuple[StatesInPassing | None, Found | None]:
     """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
 
-    Args:
-        task: what is to be planned, with the states on the device.
-        micro_batches: how many micro-batches the gradients of a step are accumulated from.
-
-    Returns:
-        ``None`` where they stay on the device; and the best plan with them there, ``None`` if nothing fits.
-        The same on every rank.
+    ``None``: they stay. With it comes the best plan with them on the device (``on_device``, where it is known
+    already); ``None``: nothing fits. The same on every rank.
     """
     profile, limits = task.profile, task.limits()
 
@@ -256,50 +233,45 @@ def states_in_passing(task: PlanningTask, micro_batches: int) -> tuple[StatesInP
 
     def choose() -> tuple[StatesInPassing | None, Found | None]:
         try:
-            on_device = find_plan(profile, task.fixed, limits, search_least=False)
+            best = on_device or find_plan(profile, task.fixed, limits, search_least=False)
         except BudgetError:
             return None, None
-        kept = whole_step(profile, on_device.prediction, micro_batches)
-        best = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
-        if best is None:
-            return None, on_device
-        return StatesInPassing(best[1].resident_bytes or 0, best[1].ms, kept.ms), on_device
+        kept = whole_step(profile, best.prediction, micro_batches)
+        moved = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
+        if moved is None:
+            return None, best
+        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept.ms), best
 
     return found_by_rank_0(choose)
 
 
-def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> str:
-    """Return why the frozen weights of layers should wait on the host; empty: they need not.
+def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> tuple[str, Found | None]:
+    """Return why the frozen weights of layers should wait on the host, and the best plan without that.
 
-    Where nothing fits with them on the device, that is one; a step that is predicted to be faster is another.
-    The same on every rank.
-
-    Args:
-        task: what is to be planned, with the weights on the device.
-        sizes_bytes: bytes of each layer's frozen weights, in the order of forward.
+    The reason is empty where they should not; the plan is ``None`` if nothing fits. The same on every rank.
+    ``sizes_bytes`` are those of each layer's weights, in the order of forward.
     """
     limits, profile = task.limits(), task.profile
+    left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
 
-    def step_ms(of: Profile, within: Limits) -> float | None:
+    def on_host() -> tuple[Found, float]:
+        moved = with_weights_on_host(profile, sizes_bytes)
+        found = find_plan(moved, task.fixed, replace(limits, host_bytes=left), search_least=False)
+        return found, found.prediction.step_ms
+
+    def in_words(ms: float, other_ms: float, place: str) -> str:
+        return f"a step is predicted to take {ms:.0f} ms, and {other_ms:.0f} ms with them on the {place}"
+
+    def choose() -> tuple[str, Found | None]:
         try:
-            return find_plan(of, task.fixed, within, search_least=False).prediction.step_ms
+            kept = find_plan(profile, task.fixed, limits, search_least=False)
         except BudgetError:
-            return None
-
-    def choose() -> str:
-        kept_ms = step_ms(profile, limits)
-        if kept_ms is None:
-            return "nothing fits with them on the device"
-        if profile.link is None:  # what copies would cost is not known
-            return ""
-        most_ms = (1 - WORTH) * kept_ms
-        left = None if limits.host_bytes is None else limits.host_bytes - sum(sizes_bytes.values())
-        if profile.compute_ms + profile.outside_ms >= most_ms or (left is not None and left < 0):
-            return ""
-        moved_ms = step_ms(with_weights_on_host(profile, sizes_bytes), replace(limits, host_bytes=left))
-        if moved_ms is None or moved_ms > most_ms:
-            return ""
-        return f"a step is predicted to take {moved_ms:.0f} ms, and {kept_ms:.0f} ms with them on the device"
+            return "nothing fits with them on the device", None
+        if profile.link is None or (left is not None and left < 0):  # None: the copies' time is not known
+            return "", kept
+        least_ms = profile.compute_ms + profile.outside_ms
+        moved, why = faster_with_weights_on_host(kept.prediction.step_ms, least_ms, on_host, in_words)
+        return "" if moved is None else why, kept
 
     return found_by_rank_0(choose)
 
@@ -307,13 +279,7 @@ def weights_pay(task: PlanningTask, sizes_bytes: Mapping[Scope, int]) -> str:
 def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
 
-    Args:
-        task: what is to be planned.
-        count: the most plans.
-        first: the best plan, where it is known already.
-
-    Raises:
-        BudgetError: nothing fits; it names what would.
+    ``first`` is the best plan, where it is known already. `BudgetError`: nothing fits; it names what would.
     """
     limits = task.limits()
 
@@ -321,11 +287,10 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
         try:
             return candidates(task.profile, task.fixed, limits, count, first)
         except BudgetError:
-            least = least_peak_bytes(task.profile, task.fixed, limits)
             beyond = task.budget_bytes - limits.device_bytes
+            least = least_peak_bytes(task.profile, task.fixed, limits) + beyond
             peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
-            tiles = task.fixed.tiles
-            raise impossible(task.memory, task.budget_bytes, least + beyond, peak, tiles) from None
+            raise impossible(task.memory, task.budget_bytes, least, peak, task.fixed.tiles) from None
 
     return found_by_rank_0(search)
 
@@ -344,8 +309,7 @@ class ShapeBucket:
         batches: how many batches it had so far.
         plan: its own plan; ``None``: it shares the plan of the next larger bucket that has one.
         predicted: prediction of its own plan for a batch of the size ``edge``.
-        shared_ms: predicted time of a step under the shared plan, for such a batch; ``None``: no plan was
-            searched.
+        shared_ms: predicted time of such a step under the shared plan; ``None``: no plan was searched.
         dropped: whether its plan was dropped, because it missed the budget or could not be put on.
     """
 
@@ -360,20 +324,15 @@ class ShapeBucket:
 
 
 class BucketPlans:
-    """Chooses the plan for each batch: that of the largest batches, on the model at first, or a smaller one.
-
-    Args:
-        run: the training.
-        task: the task for which the largest plan was found.
-        largest: the trial of that plan.
+    """Chooses the plan for each batch: that of ``largest``, on the model at first, or a smaller one.
 
     Attributes:
         planning_s: seconds that each search took.
     """
 
     def __init__(self, run: Run, task: PlanningTask, largest: Trial) -> None:
-        if run.applied is None or task.size is None:
-            raise ValueError("there is no plan for batches of a known size")
+        assert run.applied is not None
+        assert task.size is not None
         self._run, self._task, self._top, self._largest = run, task, task.size, run.applied
         tokens = task.size.tokens
         top = ShapeBucket(task.size, tokens, tokens, 0, largest.plan, largest.prediction)
@@ -387,7 +346,6 @@ class BucketPlans:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """All buckets that had a batch so far, the largest first."""
         return tuple(sorted(self._buckets.values(), key=lambda bucket: bucket.edge, reverse=True))
 
     def serve(self, size: BatchSize) -> None:
@@ -404,11 +362,9 @@ class BucketPlans:
         self._use(self._serving(edge))
 
     def use_largest(self) -> None:
-        """Put the largest plan on."""
         self._run.suspend_for(self._largest)
 
     def step_ended(self) -> None:
-        """Search plans for the buckets that had their first batch in this step."""
         self._used = set()
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
@@ -426,7 +382,6 @@ class BucketPlans:
         return True
 
     def _serving(self, edge: BatchSize) -> ShapeBucket:
-        """Return the smallest bucket with a plan that fits batches of size ``edge``."""
         fitting = [item for item in self._buckets.values() if item.plan and item.edge.covers(edge)]
         return min(fitting, key=lambda item: item.edge)
 
@@ -436,7 +391,7 @@ class BucketPlans:
             try:
                 applied = self._applied[bucket.edge] = self._run.suspend_for(bucket.plan)
             except ActSwapError as error:
-                logger.warning("%s: %s: %s", self._run.name, _name(bucket), error)
+                self._run.log.warning("%s: %s", _name(bucket), error)
                 self._drop(bucket)
         self._run.suspend_for(applied or self._largest)
         self._used.add(bucket.edge if applied else self._top)
@@ -446,8 +401,8 @@ class BucketPlans:
         applied = self._applied.pop(bucket.edge, None)
         if applied is not None:
             self._run.drop(applied)
-            text = "%s: %s: its plan missed the budget; from now on a larger one serves it"
-            logger.info(text, self._run.name, _name(bucket))
+            said = "%s: its plan missed the budget; from now on a larger one serves it"
+            self._run.log.info(said, _name(bucket))
 
     def _search(self, bucket: ShapeBucket) -> None:
         task, larger = self._task, self._serving(bucket.edge).plan
@@ -458,16 +413,15 @@ class BucketPlans:
             found = task.plan_at(bucket.edge)
             bucket.shared_ms = predict(task.at(bucket.edge), larger).step_ms
         except ActSwapError as error:
-            logger.info("%s: %s: shares a larger plan: %s", self._run.name, _name(bucket), error)
+            self._run.log.info("%s: shares a larger plan: %s", _name(bucket), error)
             return
         finally:
             self.planning_s.append(time.perf_counter() - started)
         pays = found.prediction.step_ms <= (1 - LEAST_GAIN) * bucket.shared_ms
         if pays:
             bucket.plan, bucket.predicted = found.plan, found.prediction
-        logger.info(
-            "%s: %s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
-            self._run.name,
+        self._run.log.info(
+            "%s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
             _name(bucket),
             "a plan of its own" if pays else "shares a larger plan",
             gib_text(found.prediction.peak_bytes),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,9 +60,9 @@ class PlannedTraining:
             `Planner.step_ended`.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
         chunks: how often a pipeline stage calls the model for one micro-batch.
+        part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
         earlier_plan: path of a plan file that an earlier part of this training wrote beside its checkpoint;
             it is used if it was made for the same run, and is never written. ``None``: there is none.
-        part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
     """
 
     model: nn.Module
@@ -88,28 +90,33 @@ class MovableWeights:
     to_host: Callable[[], FrozenWeights]
 
 
+class ModeLog(logging.LoggerAdapter[logging.Logger]):
+    """Begins log lines with the planner's mode."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(logging.getLogger(__package__))
+        self._mode = mode
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self._mode}: {msg}", kwargs
+
+
 @dataclass
 class Run:
     """One training under the planner.
 
     Args:
-        training: the model, its optimizer and what the user wrote for them.
         fixed: the fates that the user wrote by hand, which plans keep. Its tiles, to which the planner may
             add, are on the model under every plan.
-        meter: measures device memory.
-        transfer: makes time stamps, measures the link.
-        guard: lets ops survive running out of memory while it is on.
         idle: the tensors that the guard can evict.
-        put, put_tiles: functions that put a plan, and tiles, on the model.
-        device_name: name of the device, for display.
+        least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
+            coming forward; ``None``: it is not known.
+        least_in_tiles: the same in all tiles that the planner may choose, and the plan with these tiles.
         states: the optimizer's states, if they are kept on the host between its steps.
         make_states: makes these; ``None``: the planner may not choose to keep them there.
         weights: the frozen weights of layers, if they are on the host.
         movable: frozen weights that the planner may move there; ``None``: it may not, or has done so.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
-        least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
-            coming forward; ``None``: it is not known.
-        least_in_tiles: the same in all tiles that the planner may choose, and the plan with these tiles.
     """
 
     training: PlannedTraining
@@ -121,20 +128,20 @@ class Run:
     put: ApplyPlan
     put_tiles: ApplyTiles
     device_name: str
+    least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None]
+    least_in_tiles: LeastInTiles
     states: OptimizerStates | None = None
     make_states: Callable[[], OptimizerStates] | None = None
     weights: FrozenWeights | None = None
     movable: MovableWeights | None = None
     ladder: Iterator[MemoryPlan] | None = None
-    least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
-    least_in_tiles: LeastInTiles = lambda _args, _kwargs: None
     applied: AppliedPlan | None = None
     guarded: bool = False
-    _tiled: list[Undo] = field(default_factory=list)
+    _tiled: ExitStack = field(default_factory=ExitStack)
     _plans: list[AppliedPlan] = field(default_factory=list)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
-    _around: list[Undo] = field(default_factory=list)
-    _guards: list[Undo] = field(default_factory=list)
+    _around: ExitStack = field(default_factory=ExitStack)
+    _guards: ExitStack = field(default_factory=ExitStack)
     _past: SwapStats = field(default_factory=SwapStats)
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
@@ -142,17 +149,17 @@ class Run:
     _of_weights: SwapStats = field(default_factory=SwapStats)
 
     def __post_init__(self) -> None:
+        self.log = ModeLog(self.name)
         if self.weights is not None:
             self._of_weights = self.weights.stats()
 
     @property
     def name(self) -> str:
-        """The planner's mode, with which its log lines begin."""
+        """The planner's mode."""
         return self.training.memory.mode
 
     @property
     def pack_handler(self) -> PackHandler:
-        """A function that makes tickets whose tensors the guard can evict."""
         return self.idle.keep
 
     def stats(self) -> SwapStats:
@@ -164,9 +171,9 @@ class Run:
 
     def resting_bytes(self) -> int:
         """Return what is on the device between backward and the optimizer's step, whatever the plan."""
-        training, found = self.training, 0
-        for weight in unwrapped(training.model).parameters():
-            found += weight.nbytes * (2 if weight.requires_grad else 1)
+        training = self.training
+        weights = unwrapped(training.model).parameters()
+        found = sum(weight.nbytes * (2 if weight.requires_grad else 1) for weight in weights)
         if self.weights is not None:
             found -= self.weights.host_bytes - self.weights.window_bytes
         if self.states is None and training.optimizer is not None:
@@ -178,9 +185,8 @@ class Run:
     ) -> BudgetError | None:
         """Return the error of a written budget that is below ``needed_bytes``; ``None``: it is not below.
 
-        Args:
-            needed_bytes: device memory that is needed in any case.
-            args, kwargs: of the coming forward, for the least budget that is named; none: of the last one.
+        ``args`` and ``kwargs`` are of the coming forward, for the least budget that is named; none: of the
+        last one.
         """
         memory = self.training.memory
         if memory.budget_gib is None or needed_bytes <= (budget := round(memory.budget_gib * GIB)):
@@ -190,13 +196,8 @@ class Run:
 
     @uninterrupted()
     def states_to_host(self, resident_bytes: int) -> None:
-        """Keep the optimizer's states on the host between its steps, as ``preference: memory_saving`` does.
-
-        Args:
-            resident_bytes: `OptimizerStates.resident_bytes`.
-        """
-        if self.make_states is None:
-            raise RuntimeError("the optimizer's states stay on the device in this run")
+        """Keep the optimizer's states on the host between its steps, as ``memory_saving`` does."""
+        assert self.make_states is not None
         self.states = self.make_states()
         self.states.resident_bytes = resident_bytes
         memory = replace(self.training.memory, preference="memory_saving")
@@ -204,15 +205,12 @@ class Run:
 
     @uninterrupted()
     def weights_to_host(self) -> None:
-        """Keep the frozen weights of layers on the host from now on; all plans are taken off.
-
-        Call it between two forwards.
+        """Take all plans off, and keep frozen weights of layers on the host; call it between two forwards.
 
         Raises:
             PlanError: there is too little host memory.
         """
-        if self.movable is None:
-            raise RuntimeError("the frozen weights stay where they are in this run")
+        assert self.movable is not None
         self.take_off()
         fixed = self.fixed
         self.tile(replace(fixed, tiles=()))  # tiles go around the calls that bring weights
@@ -223,25 +221,17 @@ class Run:
 
     @uninterrupted()
     def tile(self, fixed: MemoryPlan) -> None:
-        """Replace ``Run.fixed``, and with it the parts of the model that run in tiles.
-
-        Call it between two forwards, with no plan on the model.
-
-        Raises:
-            PlanError: a part cannot run in tiles in this model.
-        """
-        undo, self._tiled = self._tiled, []
-        for step in reversed(undo):
-            step()
-        self.fixed, self._tiled = fixed, self.put_tiles(fixed.tiles)
+        """Replace ``fixed``, and with it the tiles, between two forwards, with no plan on the model."""
+        self._tiled.close()
+        for undo in self.put_tiles(fixed.tiles):
+            self._tiled.callback(undo)
+        self.fixed = fixed
 
     @uninterrupted()
     def replace_plans(self, plan: MemoryPlan | None, guarded: bool) -> None:
-        """Take all plans off the model, and put ``plan`` on.
+        """Take all plans off the model, and put ``plan`` on; ``None``: nothing is swapped or recomputed.
 
-        Args:
-            plan: the new plan; ``None``: nothing is swapped or recomputed.
-            guarded: whether ops survive running out of memory meanwhile, which costs host time.
+        ``guarded``: ops survive running out of memory meanwhile, which costs host time.
         """
         self.take_off()
         self.meter.give_back()
@@ -254,21 +244,17 @@ class Run:
 
     @uninterrupted()
     def suspend_for(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
-        """Let another plan act from the next forward on, and suspend the current one.
+        """Let another plan act from the next forward on, and suspend the current one; if it cannot, that one
+        stays on.
 
         Graphs that still live keep to the plan under which they were made. Call this before the module's
-        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs.
-
-        Args:
-            plan: a suspended plan, or a new one, which then stays beside the others until `take_off`.
-
-        Raises:
-            PlanError: a new plan cannot be put on; the current one stays on.
+        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs. ``plan``
+        is a suspended plan, or a new one, which then stays beside the others until `take_off`.
         """
         before = self.applied
         if plan is before:
             return before
-        self._leave_guards()
+        self._guards.close()
         if before is not None:
             before.suspend()
         try:
@@ -340,23 +326,18 @@ class Run:
         """Guard compiled modules' calls and install what `watch` was given, outside all wrappers so far."""
         self._guard_calls()
         for put in self._watching:
-            self._around += put()
+            for undo in put():
+                self._around.callback(undo)
 
     @uninterrupted()
     def unwrap(self) -> None:
         """Undo `wrap`, which must happen before inner wrappers are taken off. Safe to call again."""
-        undo, self._around = self._around, []
-        for step in reversed(undo):
-            step()
-        self._leave_guards()
+        self._around.close()
+        self._guards.close()
 
     def _guard_calls(self) -> None:
-        self._guards = guard_compiled(self.guard, list(self.training.model.modules()))
-
-    def _leave_guards(self) -> None:
-        undo, self._guards = self._guards, []
-        for step in reversed(undo):
-            step()
+        for undo in guard_compiled(self.guard, list(self.training.model.modules())):
+            self._guards.callback(undo)
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states that are on the device between its steps."""
@@ -365,19 +346,17 @@ class Run:
         return 0 if self.training.optimizer is None else state_bytes_beside_weights(self.training.optimizer)
 
     def step_starts(self) -> None:
-        """Begin to measure a step."""
         self.meter.reset_peak()
         self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
         self._start = self.transfer.stamp()
 
     def measured(self) -> MeasuredStep:
-        """Return time and memory of the step that ends, the worst of all ranks; every rank must call it."""
+        """Return `measured_here`, the worst of all ranks; every rank must call it."""
         return MeasuredStep.worst(from_all_ranks(self.measured_here()))
 
     def measured_here(self) -> MeasuredStep:
         """Return time and memory of the step that ends, of this rank. Waits for the device."""
-        if self._start is None:
-            raise RuntimeError("no step has started")
+        assert self._start is not None
         end = self.transfer.stamp()
         self.transfer.synchronize()
         return MeasuredStep(
@@ -390,7 +369,6 @@ class Run:
 
     @uninterrupted()
     def close(self) -> None:
-        """Take all plans, tiles, wrappers and optimizer hooks off the model."""
         self.meter.let_go()
         self._watching = []
         self.take_off()
@@ -400,7 +378,6 @@ class Run:
         self.tile(replace(self.fixed, tiles=()))
 
     def _guard(self, on: bool) -> None:
-        """Enter or leave the guard's dispatch mode, and the meter's around it."""
         if on and not self.guarded:
             self.meter.start()
             self.guard.start()

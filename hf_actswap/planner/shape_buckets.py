@@ -1,8 +1,8 @@
 """Sizes of batches, their rounding to a few buckets, and a recorded step scaled to another batch size.
 
-Pure functions. A **bucket** is named by its upper edge: sizes are rounded up to a geometric grid of at most
-`MOST_BUCKETS` edges, of which the largest is the size that is planned for. So a plan found for the edge fits
-every batch of the bucket. A batch of the recorded shape is in the top bucket.
+A **bucket** is named by its upper edge: sizes are rounded up to a geometric grid of at most `MOST_BUCKETS`
+edges, of which the largest is the size that is planned for. So a plan found for the edge fits every batch of
+the bucket. A batch of the recorded shape is in the top bucket.
 
 A scaled profile predicts no less memory than the new size needs, as far as a profile can tell:
 
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
+from math import prod
 
 from ..plan.actions import Scope
 from ..plan.opnames import ATTENTION_CORE
@@ -64,11 +65,10 @@ class BatchSize:
     @staticmethod
     def of(shape: tuple[int, ...], scores: bool) -> BatchSize | None:
         """Return the size of a batch of (batch, sequence); ``None``: the shape is not known."""
-        tokens = tokens_of(shape)
+        tokens = prod(shape)
         return BatchSize(tokens, tokens * shape[-1] if scores else 0) if shape and tokens else None
 
     def covers(self, other: BatchSize) -> bool:
-        """Return whether a plan for this size fits ``other``: it has no more tokens and no more pairs."""
         return self.tokens >= other.tokens and self.pairs >= other.pairs
 
     def joined(self, other: BatchSize | None) -> BatchSize:
@@ -76,14 +76,6 @@ class BatchSize:
         if other is None:
             return self
         return BatchSize(max(self.tokens, other.tokens), max(self.pairs, other.pairs))
-
-
-def tokens_of(shape: tuple[int, ...]) -> int:
-    """Return how many tokens a batch of this shape has."""
-    tokens = 1
-    for length in shape:
-        tokens *= length
-    return tokens
 
 
 def bucket_of(size: BatchSize, top: BatchSize) -> BatchSize:
@@ -122,25 +114,21 @@ class RecordedStep:
         return BatchSize.of(self.profile.batch_shape, bool(scores_of(self.profile)))
 
     def without_states(self, resident_bytes: int) -> RecordedStep:
-        """Return the same step with the optimizer's states on the host.
-
-        Args:
-            resident_bytes: how many of them are on the device in the optimizer's step.
+        """Return the same step with the states on the host; ``resident_bytes`` of them are there in the
+        optimizer's.
         """
         profile, states_bytes = self.profile, self.profile.optimizer_state_bytes
-        op_events = [
+        op_events = tuple(
             replace(
-                op_event,
-                forward_base_bytes=op_event.forward_base_bytes - states_bytes,
-                backward_base_bytes=op_event.backward_base_bytes - states_bytes
-                if op_event.backward_place >= 0
-                else op_event.backward_base_bytes,
+                item,
+                forward_base_bytes=item.forward_base_bytes - states_bytes,
+                backward_base_bytes=item.backward_base_bytes - (item.backward_place >= 0) * states_bytes,
             )
-            for op_event in profile.op_events
-        ]
+            for item in profile.op_events
+        )
         moved = replace(
             profile,
-            op_events=tuple(op_events),
+            op_events=op_events,
             outside_base_bytes=profile.outside_base_bytes - states_bytes + resident_bytes,
             optimizer_state_bytes=0,
         )
@@ -149,10 +137,8 @@ class RecordedStep:
     def at(self, size: BatchSize | None) -> Profile:
         """Return the profile of a batch of another size, with what frozen weights leave of the link.
 
-        If it has fewer tokens but more pairs, or the reverse, the larger number of each counts.
-
-        Args:
-            size: ``None``: that of the recorded batch.
+        If it has fewer tokens but more pairs, or the reverse, the larger number of each counts. ``None``: the
+        size of the recorded batch.
 
         Raises:
             ValueError: the shape of the recorded batch is not known.
@@ -193,7 +179,7 @@ class RecordedStep:
 
 
 def _shape_of(tokens: int, recorded: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a batch's shape for display, with as many sequences as were recorded where possible."""
+    # for display, with as many sequences as were recorded where possible
     return (1, tokens) if tokens % recorded[0] else (recorded[0], tokens // recorded[0])
 
 
@@ -223,7 +209,7 @@ def _in_attention_core(call: OpCall) -> bool:
 
 
 def _scaled_saved(profile: Profile, by_tokens: Fraction, by_pairs: Fraction) -> SavedBytes:
-    scores, tokens = scores_of(profile), tokens_of(profile.batch_shape)
+    scores, tokens = scores_of(profile), prod(profile.batch_shape)
     multiples = {tokens, tokens - profile.batch_shape[0]} - {0}  # shifted labels have one position less
     storages = []
     for number, storage in enumerate(profile.saved.storages):
@@ -255,38 +241,29 @@ def _up(value: int, factor: Fraction) -> int:
 class _BaseBytesScaler:
     """Scales the base bytes of op events: device memory in use beside saved storages.
 
-    Args:
-        step: the recorded step.
-        factor: new size over recorded size. Below 1 as many bytes as possible count as fixed, above 1 as few
-            as possible.
+    ``factor`` is the new size over the recorded one. Below 1 as many bytes as possible count as fixed, above
+    1 as few as possible.
     """
 
     def __init__(self, step: RecordedStep, factor: Fraction) -> None:
-        self._step, self._factor = step, factor
-        op_events = step.profile.op_events
-        back = sorted(
-            (item.backward_place, at) for at, item in enumerate(op_events) if item.backward_place >= 0
-        )
-        self._ahead = range(len(op_events))
-        self._back = [at for _, at in back]
-        self._op_events = op_events
+        self._step, self._factor, self._op_events = step, factor, step.profile.op_events
 
     def forward(self) -> dict[int, int]:
-        """Return the scaled base bytes in forward, by number of the op event."""
         bases = [op_event.forward_base_bytes for op_event in self._op_events]
-        return self._scaled(self._ahead, bases, [0] * len(bases))
+        return self._scaled(range(len(bases)), bases, [0] * len(bases))
 
     def backward(self) -> dict[int, int]:
-        """Return the scaled base bytes in backward, by number of the op events that backward visits."""
-        bases = [self._op_events[at].backward_base_bytes for at in self._back]
+        places = ((item.backward_place, at) for at, item in enumerate(self._op_events))
+        back = [at for place, at in sorted(places) if place >= 0]
+        bases = [self._op_events[at].backward_base_bytes for at in back]
         seen: set[ModuleName] = set()
         gradients = []
-        for at in self._back:
+        for at in back:
             module = self._module(self._op_events[at].call)
             new = module is not None and module not in seen
             gradients.append(self._step.weights[module].new_gradient_bytes if new and module else 0)
             seen |= {module} if module else set()
-        return self._scaled(self._back, bases, list(accumulate(gradients)))
+        return self._scaled(back, bases, list(accumulate(gradients)))
 
     def _scaled(
         self, numbers: Sequence[int], bases: Sequence[int], gradients: Sequence[int]

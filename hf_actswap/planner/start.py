@@ -1,12 +1,10 @@
 """Starts the planner for a model: checks what it cannot be combined with, and reads the plan file.
 
-Finds the least budget that would do when training runs out of memory before a step could be recorded.
-
-The step is run on fake tensors of the batch's shape (`record.shapes`), and the least peak that any plan
-reaches is searched for it. This happens on its own thread while the training waits, because the error comes
-from within a forward or backward: another thread does not share its modes, hooks and autograd state.
-
-Errors of this computation are only logged for debugging: the error that is about to be raised matters more.
+`LeastBudget` finds the least budget that would do when training runs out of memory before a step could be
+recorded. The step is run on fake tensors of the batch's shape (`record.shapes`), and the least peak that any
+plan reaches is searched for it, on a thread of its own while the training waits: the error comes from within
+a forward or backward, whose modes, hooks and autograd state another thread does not share. Errors of this
+computation are only logged for debugging: the error that is about to be raised matters more.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from itertools import tee
 from math import prod
 from operator import itemgetter
@@ -32,7 +30,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..engine.agreement import from_one_rank, rank, world_size
+from ..engine.agreement import world_size
 from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
@@ -43,7 +41,7 @@ from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..engine.transfer import Transfer, transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import NOT_COMPARED, MemoryPlan, PlanRow, Scope, Tile, Windows, format_scopes
+from ..plan.actions import NOT_COMPARED, MemoryPlan, PlanRow, Windows, format_scopes
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from ..plan.tiles import tile_names
 from ..plan.wrapper_rules import problems_of_checkpointing
@@ -53,6 +51,7 @@ from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, devic
 from .oom_guard import OomGuard
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
+from .planning import found_by_rank_0
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes, with_weights_on_host
 from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
@@ -80,8 +79,6 @@ class LeastBudget:
     Args:
         training: the model and, if known, its optimizer. States not made yet are counted as Adam's would be.
         fixed: returns the fates written by hand, with the current tiles.
-        device: name of the model's device.
-        put_tiles: puts tiles on the model and returns what takes them off.
         states_moved: returns whether the optimizer's states wait on the host.
         ladder: plans with more and more in tiles that the planner may choose.
     """
@@ -117,7 +114,6 @@ class LeastBudget:
         self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the least peak of any plan for a forward with these arguments; ``None``: it is not known."""
         self.forward_starts(self._root, args, kwargs)
         return self._computed(self._fixed())
 
@@ -126,8 +122,7 @@ class LeastBudget:
     ) -> tuple[int, MemoryPlan] | None:
         """Return the least peak in all tiles that the planner may choose, and the plan with these tiles.
 
-        Args:
-            args, kwargs: those of the coming forward; none: the last forward's.
+        ``args`` and ``kwargs`` are those of the coming forward; none: the last forward's.
         """
         if args or kwargs:
             self.forward_starts(self._root, args, dict(kwargs))
@@ -140,8 +135,7 @@ class LeastBudget:
     def in_words(self, least_bytes: int) -> str:
         """Return a sentence that names the least budget; an empty string if it is not known.
 
-        Args:
-            least_bytes: device memory that is known to be needed in any case.
+        ``least_bytes`` of device memory are known to be needed in any case.
         """
         fixed = self._fixed()
         tiled = tile_names(fixed.tiles)
@@ -158,7 +152,6 @@ class LeastBudget:
         )
 
     def _with_more_tiles(self, least_bytes: int) -> str:
-        """Return a sentence with the least budget in all tiles of the ladder, if that is less."""
         most = self._more_tiled()
         found = None if most is None else self._computed(most)
         if most is None or found is None or found >= _LESS * least_bytes:
@@ -188,7 +181,9 @@ class LeastBudget:
         return most
 
     def _searched(self, plan: MemoryPlan) -> int | None:
-        if self._call is None or self._autocast or self._structure.sharded or self._is_foreign():
+        # Accelerate wraps the forward in autocast of its device, and the fakes are on the CPU.
+        foreign = hasattr(self._root, "_original_forward")
+        if self._call is None or self._autocast or self._structure.sharded or foreign:
             return None
         with ExitStack() as tiled:
             there = self._fixed().tiles
@@ -197,7 +192,7 @@ class LeastBudget:
             profile = profile_from_shapes(
                 self._root,
                 self._structure,
-                tree_map(_on_meta, self._call),
+                self._call,
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=self._gradients_exist,
@@ -207,10 +202,6 @@ class LeastBudget:
             profile = with_weights_on_host(profile, streamed.sizes_bytes)
         limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
         return least_peak_bytes(profile, plan, limits)
-
-    def _is_foreign(self) -> bool:
-        """Return whether Accelerate wraps the forward in its device's autocast: the fakes are on the CPU."""
-        return hasattr(self._root, "_original_forward")
 
     def _state_bytes(self) -> int | None:
         """Bytes of the optimizer's states that are on the device in every step; ``None``: not known."""
@@ -236,23 +227,11 @@ def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
     return found[0] if found else None
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Shape and type of a tensor whose values do not matter, kept in its place."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _without_numbers(value: Any) -> Any:
-    """Return a `_Shape` for a floating-point tensor; ids and masks stay, as the values of a mask matter."""
+    """Return a floating-point tensor on ``meta``; ids and masks stay, as the values of a mask matter."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return _Shape(value.shape, value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value
-
-
-def _on_meta(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Shape) else value
 
 
 COUNTING_ALLOCATORS = ("native", "cudaMallocAsync", "hipMallocAsync")
@@ -280,7 +259,6 @@ def start_planner(
     """Put a planner on a model in training and return it; every rank must call it.
 
     Args:
-        training: the model, its optimizer and what the user wrote for them.
         put, put_tiles: functions that put a plan, and tiles, on the model.
         host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
         transfer: how bytes are copied; by default streams on an accelerator, blocking copies on the CPU.
@@ -290,14 +268,13 @@ def start_planner(
         ladder: plans with more and more in tiles, tried where no plan fits; ``None``: no tiles are added.
 
     Raises:
-        PlanError: the model, its checkpointing or the allocator cannot be combined with the planner; the
-            plan file is malformed; ``memory_saving`` has no optimizer, or one whose states cannot be moved.
+        PlanError: the model, its checkpointing or the allocator cannot be combined with the planner; the plan
+            file is malformed; ``memory_saving`` has no optimizer, or one whose states cannot be moved.
     """
     structure, fixed, memory = training.structure, training.fixed, training.memory
     if memory.mode == "off":
         raise ValueError("memory.mode is off: there is nothing to plan")
-    problems = problems_of_planner(training.model, structure, memory.mode)
-    if problems:
+    if problems := problems_of_planner(training.model, structure, memory.mode):
         raise PlanError(problems)
     device = next((p.device for p in unwrapped(training.model).parameters()), torch.device("cpu"))
     transfer = transfer or transfer_of(device)
@@ -330,10 +307,7 @@ def start_planner(
         run.states = _states_on_host(training, transfer, pool)
     elif _may_move_states(training, transfer):
         run.make_states = lambda: _states_on_host(training, transfer, pool)
-
-    def made_for(shape: tuple[int, ...]) -> MadeFor:
-        return _made_for(training, device, shape)
-
+    made_for = partial(_made_for, training, device)
     known, ours = _known_plan(training, made_for(()))
     resident_bytes = None if known is None else known.numbers.get("states_resident_bytes")
     if resident_bytes is not None and run.make_states is not None:
@@ -341,44 +315,27 @@ def start_planner(
     if known is not None and known.plan.weights == "host" and movable is not None:
         run.weights_to_host()
         fixed = run.fixed
+    if known is not None:
+        # for the same op the user's tiles win
+        tiles_by_op = {(tile.scope, tile.op_path): tile for tile in (*known.plan.tiles, *fixed.tiles)}
+        fixed = replace(fixed, tiles=tuple(tiles_by_op.values()))
     with uninterrupted():
-        run.tile(
-            fixed if known is None else replace(fixed, tiles=_merged_tiles(known.plan.tiles, fixed.tiles))
-        )
+        run.tile(fixed)
         try:
             planner = Planner(run, made_for, known, ours)
         except BaseException:
             run.close()
             raise
-        _watch(planner, training, least)
+        model, optimizer = unwrapped(training.model), training.optimizer
+        batches = model.register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
+        planner.on_remove(batches.remove)
+        if optimizer is not None and training.counts_steps:
+            steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
+            planner.on_remove(steps.remove)
     return planner
 
 
-def _watch(planner: Planner, training: PlannedTraining, least: LeastBudget) -> None:
-    """Hook the model, to see each batch, and the optimizer, to end steps; `Planner.remove` unhooks both."""
-    model, optimizer = unwrapped(training.model), training.optimizer
-    batches = model.register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
-    planner.on_remove(batches.remove)
-    if optimizer is not None and training.counts_steps:
-        steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
-        planner.on_remove(steps.remove)
-
-
-def _merged_tiles(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:
-    """Return the tiles of a plan file and those that the user wrote; for the same op the user's win."""
-    return tuple({(tile.scope, tile.op_path): tile for tile in (*found, *written)}.values())
-
-
-_NO_OPTIMIZER = Problem(
-    "memory.preference",
-    "the optimizer, whose states memory_saving moves",
-    "none",
-    "Pass it: hf_actswap.apply(model, config, optimizer=optimizer).",
-)
-
-
 def _may_move_states(training: PlannedTraining, transfer: Transfer) -> bool:
-    """Return whether the planner may choose to keep the optimizer's states on the host."""
     memory, optimizer = training.memory, training.optimizer
     asked = memory.preference == "auto" and memory.mode == "adaptive" and not memory.optimizer_in_backward
     if not asked or optimizer is None or not transfer.overlaps or training.part:
@@ -392,7 +349,9 @@ def _may_move_states(training: PlannedTraining, transfer: Transfer) -> bool:
 
 def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPool) -> OptimizerStates:
     if training.optimizer is None:
-        raise PlanError([_NO_OPTIMIZER])
+        expected = "the optimizer, whose states memory_saving moves"
+        hint = "Pass it: hf_actswap.apply(model, config, optimizer=optimizer)."
+        raise PlanError([Problem("memory.preference", expected, "none", hint)])
     root = unwrapped(training.model)
     states = OptimizerStates(
         training.optimizer,
@@ -441,23 +400,18 @@ def _known_plan(training: PlannedTraining, here: MadeFor) -> tuple[FilePlan | No
     The file that the user names comes first, then that of the checkpoint from which the training goes on.
     Every rank gets the same answer.
     """
-    memory = training.memory
-    answer: tuple[FilePlan | None, bool] = (None, True)
-    problem: ActSwapError | None = None
-    if memory.plan_file is None and training.earlier_plan is None:
-        return answer
-    if rank() == 0:
-        try:
-            if memory.plan_file is not None and Path(memory.plan_file).exists():
-                answer = _fitting(read_plan(memory.plan_file), training, here)
-        except ActSwapError as error:
-            problem = error
-        if answer[0] is None and problem is None and training.earlier_plan is not None:
-            answer = (_of_checkpoint(training.earlier_plan, here), answer[1])
-    answer, problem = from_one_rank((answer, problem))
-    if problem is not None:
-        raise problem
-    return answer
+    named, earlier = training.memory.plan_file, training.earlier_plan
+
+    def search() -> tuple[FilePlan | None, bool]:
+        found: FilePlan | None = None
+        ours = True
+        if named is not None and Path(named).exists():
+            found, ours = _fitting(read_plan(named), training, here)
+        if found is None and earlier is not None:
+            found = _of_checkpoint(earlier, here)
+        return found, ours
+
+    return (None, True) if named is None and earlier is None else found_by_rank_0(search)
 
 
 def _of_checkpoint(path: str, here: MadeFor) -> FilePlan | None:
@@ -514,27 +468,60 @@ def problems_of_planner(
     allocator: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Return the reasons why the planner cannot run with ``model``; an empty list if there are none.
+    """Return the reasons why the planner cannot run with ``model``, bare or in its wrappers, on its device.
 
-    Args:
-        model: the model on its device, bare or in its wrappers.
-        structure: its structure.
-        mode: ``memory.mode``.
-        allocator: name of the device's allocator; ``None``: what `allocator_name` returns.
-        environment: the process's environment variables; ``None``: ``os.environ``.
+    ``allocator`` and ``environment`` replace those of the device and the process.
     """
     root = unwrapped(model)
     layers = structure.layer_modules(root)
     device = next((weight.device for weight in root.parameters()), torch.device("cpu"))
+    problems = list(_problems_of_model(model, structure))
+    problems += _problems_of_allocator(device, allocator, os.environ if environment is None else environment)
+    if mode != "adaptive":
+        return problems + problems_of_checkpointing(layers, _A_SWAP, structure.compiled)
+    on = [scope for scope, layer in layers.items() if is_checkpointed(layer) or _WRAPPED in layer._modules]
+    if on:
+        name = checkpointing_argument()
+        expected = "gradient checkpointing switched off beside adaptive, which chooses every fate itself"
+        hint = (
+            f"Write {name}=False (or model.{name}_disable()): adaptive finds out "
+            "what is worth recomputing. Beside smart_swap it may stay."
+        )
+        found = f"it switched on in layers {format_scopes(on)}"
+        problems.append(Problem("memory.mode", expected, found, hint))
+    return problems
+
+
+def _problems_of_model(model: nn.Module, structure: ModelStructure) -> Iterator[Problem]:
+    if isinstance(model, nn.DataParallel):
+        hint = "Start with `accelerate launch` or torchrun (DistributedDataParallel)."
+        yield Problem("model", "one process per device", "nn.DataParallel", hint)
+    if structure.compiled:  # then it has one fate, and the guard could only rerun it
+        hint = (
+            "Compile the layers one by one: `layer.compile()`, or regional compilation "
+            "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
+        )
+        yield Problem("memory.mode", "layers with fates of their own", "a model compiled whole", hint)
+
+
+def _problems_of_allocator(
+    device: torch.device, allocator: str | None, environment: Mapping[str, str]
+) -> Iterator[Problem]:
     name = allocator_name(device) if allocator is None else allocator
-    problems = [_one_process(model), _allocator(name), _compiled_whole(structure)]
-    if device.type == "cuda":
-        problems.append(_uncached(os.environ if environment is None else environment))
-    if mode == "adaptive":
-        problems.append(_checkpointed(layers))
-    else:
-        problems += problems_of_checkpointing(layers, _A_SWAP, structure.compiled)
-    return [problem for problem in problems if problem is not None]
+    if name not in COUNTING_ALLOCATORS:
+        expected = "an allocator of PyTorch beside the planner, which asks it how much memory is in use"
+        hint = (
+            "Leave torch.cuda.memory.change_current_allocator out; inside a torch.cuda.MemPool another "
+            "allocator may stay."
+        )
+        found = f"'{name}' (torch.cuda.get_allocator_backend())"
+        yield Problem("memory.mode", expected, found, hint)
+    written = [name for name in _NO_CACHING if device.type == "cuda" and environment.get(name) == "1"]
+    if written:
+        expected = "an allocator that counts what is in use beside the planner"
+        yield Problem(
+            "memory.mode", expected, f"{written[0]}=1 in the environment", "Leave the variable out."
+        )
 
 
 def allocator_name(device: torch.device) -> str:
@@ -556,54 +543,3 @@ def allocator_name(device: torch.device) -> str:
 
 _A_SWAP = MemoryPlan((PlanRow("embedding", OUTPUT, "swap", windows=Windows.of_prefetch(1)),), num_layers=0)
 """The smallest plan that the planner may find, which checkpointing must allow: a layer's input is swapped."""
-
-
-def _one_process(model: nn.Module) -> Problem | None:
-    if not isinstance(model, nn.DataParallel):
-        return None
-    hint = "Start with `accelerate launch` or torchrun (DistributedDataParallel)."
-    return Problem("model", "one process per device", "nn.DataParallel", hint)
-
-
-def _compiled_whole(structure: ModelStructure) -> Problem | None:
-    """Return the problem of a model compiled whole: it has one fate, and the guard could only rerun it."""
-    if not structure.compiled:
-        return None
-    hint = (
-        "Compile the layers one by one: `layer.compile()`, or regional compilation "
-        "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
-    )
-    return Problem("memory.mode", "layers with fates of their own", "a model compiled whole", hint)
-
-
-def _allocator(name: str) -> Problem | None:
-    if name in COUNTING_ALLOCATORS:
-        return None
-    expected = "an allocator of PyTorch beside the planner, which asks it how much memory is in use"
-    found = f"'{name}' (torch.cuda.get_allocator_backend())"
-    hint = (
-        "Leave torch.cuda.memory.change_current_allocator out; inside a torch.cuda.MemPool another allocator "
-        "may stay."
-    )
-    return Problem("memory.mode", expected, found, hint)
-
-
-def _uncached(environment: Mapping[str, str]) -> Problem | None:
-    written = [name for name in _NO_CACHING if environment.get(name) == "1"]
-    if not written:
-        return None
-    expected = "an allocator that counts what is in use beside the planner"
-    return Problem("memory.mode", expected, f"{written[0]}=1 in the environment", "Leave the variable out.")
-
-
-def _checkpointed(layers: Mapping[Scope, nn.Module]) -> Problem | None:
-    on = [scope for scope, layer in layers.items() if is_checkpointed(layer) or _WRAPPED in layer._modules]
-    if not on:
-        return None
-    name = checkpointing_argument()
-    expected = "gradient checkpointing switched off beside adaptive, which chooses every fate itself"
-    hint = (
-        f"Write {name}=False (or model.{name}_disable()): adaptive finds out "
-        "what is worth recomputing. Beside smart_swap it may stay."
-    )
-    return Problem("memory.mode", expected, f"it switched on in layers {format_scopes(on)}", hint)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import nn
 
 from ..engine.agreement import from_all_ranks
 from ..engine.hook_wrappers import Undo, wrap_call
-from ..engine.link import Link
 from ..engine.replay import pop_leaked_hooks
 from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
@@ -31,7 +31,7 @@ from .profile import Profile
 from .record.recorder import DeviceClock, StepRecorder
 from .run import Run
 from .search.compiled_frontier import variants_of
-from .shape_buckets import ModuleName, ModuleWeights, RecordedStep, tokens_of
+from .shape_buckets import ModuleName, ModuleWeights, RecordedStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,15 @@ _DEQUANTISED = 4
 
 
 def first_steps(run: Run) -> int:
-    """Return how many steps warm-up has: ``warmup_steps``, at least `LEAST_COMPILED_STEPS` if compiled."""
     asked = run.training.memory.warmup_steps
     compiled = run.training.structure.compiled or any(
         layer.compiled for layer in run.training.structure.layers
     )
     if not compiled or asked >= LEAST_COMPILED_STEPS:
         return asked
-    logger.info(
-        "%s: %d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "
+    run.log.info(
+        "%d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "
         "memory of the first step is also the compiler's",
-        run.name,
         LEAST_COMPILED_STEPS,
         asked,
     )
@@ -68,34 +66,29 @@ def first_steps(run: Run) -> int:
 class WarmUp:
     """The phase of the first steps, without a plan, of which the last one or two are recorded.
 
-    Args:
-        run: the training.
-        steps: how many steps, at least 1.
-
     Attributes:
         micro_batches: how many micro-batches the latest step had.
+        peak_bytes: peak device memory of the last step, the worst of all ranks. ``None``: it has not ended,
+            memory was recorded in it, something had to be evicted, or its batch was of another size.
     """
 
     name = "warm-up"
-    peak_bytes: int | None = None
-    """Peak device memory of the last step, the worst of all ranks, known when that step has ended. ``None``:
-    memory was recorded in that step, something had to be evicted, or its batch was of another size."""
 
     def __init__(self, run: Run, steps: int) -> None:
         self._run, self._steps_left = run, steps
         self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
         self.micro_batches = 1
+        self.peak_bytes: int | None = None
         self._recorder: StepRecorder | None = None
         self._held: EvictableForwards | None = None
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
         self._weights: dict[ModuleName, ModuleWeights] = {}
-        logger.info("%s: warm-up, %d step(s)", run.name, steps)
+        run.log.info("warm-up, %d step(s)", steps)
         self._next()
 
     @property
     def steps_left(self) -> int:
-        """Steps that are still to come."""
         return max(self._steps_left, 0)
 
     def forward_starts(self, _shape: tuple[int, ...] = ()) -> None:
@@ -121,24 +114,24 @@ class WarmUp:
             measured = self._run.measured()
             if not measured.evicted_bytes and profile.batch_shape == self._memory.batch_shape:
                 self.peak_bytes = measured.peak_bytes
-            self._baseline_bytes += more_states_bytes(profile, self._memory)
+            self._baseline_bytes += profile.optimizer_state_bytes - self._memory.optimizer_state_bytes
             profile = with_memory_of(profile, self._memory)
         if self._steps_left <= 0:
             if profile is not None:
                 streamed = self._run.weights
+                from_all_ranks(0)  # start together: ranks may share a switch
                 return RecordedStep(
-                    replace(profile, link=self._link()),
+                    replace(profile, link=self._run.transfer.link()),
                     self._weights,
                     self._baseline_bytes,
                     {} if streamed is None else streamed.sizes_bytes,
                 )
-            logger.info("%s: the recorded step had no backward; another one is recorded", self._run.name)
+            self._run.log.info("the recorded step had no backward; another one is recorded")
             self._steps_left, self._memory = 1, None
         self._next()
         return None
 
     def close(self) -> None:
-        """Stop recording. Safe to call again."""
         self._stopped()
 
     @uninterrupted()
@@ -156,7 +149,6 @@ class WarmUp:
 
     @uninterrupted()
     def _next(self) -> None:
-        """Prepare the next step; the last two steps are recorded."""
         run = self._run
         if self._steps_left > 2:
             run.replace_plans(None, guarded=True)
@@ -194,15 +186,6 @@ class WarmUp:
             profile, frontier=variants_of(run.training.structure, unwrapped(run.training.model), tokens)
         )
 
-    def _link(self) -> Link | None:
-        from_all_ranks(0)  # start together: ranks may share a switch
-        return self._run.transfer.link()
-
-
-def more_states_bytes(times: Profile, memory: Profile) -> int:
-    """Return the bytes of optimizer states that ``times``, the later profile, has beyond ``memory``."""
-    return times.optimizer_state_bytes - memory.optimizer_state_bytes
-
 
 def with_memory_of(times: Profile, memory: Profile) -> Profile:
     """Return a profile with the bytes of ``memory`` and the times of ``times``, a later step.
@@ -210,38 +193,32 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
     If the two ran different ops, the times are those of ``memory`` too. Optimizer states allocated since are
     added to the bytes. If the batches differ in size, times are scaled to that of ``memory``.
     """
-    more, states_bytes = more_states_bytes(times, memory), times.optimizer_state_bytes
+    states_bytes = times.optimizer_state_bytes
+    more = states_bytes - memory.optimizer_state_bytes
     if [op_event.call for op_event in times.op_events] != [op_event.call for op_event in memory.op_events]:
         logger.info("the two recorded steps ran different ops; the times of the earlier one are taken")
         times = memory
     elif times.batch_shape != memory.batch_shape:
-        times = _at_shape_of(memory, times)
+        scale = prod(memory.batch_shape) / max(prod(times.batch_shape), 1)
+        op_events = tuple(
+            replace(op_event, forward_ms=other.forward_ms * scale, backward_ms=other.backward_ms * scale)
+            for op_event, other in zip(memory.op_events, times.op_events, strict=True)
+        )
+        times = replace(memory, op_events=op_events, outside_ms=times.outside_ms)
+    op_events = tuple(
+        replace(
+            op_event,
+            forward_base_bytes=other.forward_base_bytes + more,
+            backward_base_bytes=other.backward_base_bytes + more,
+        )
+        for op_event, other in zip(times.op_events, memory.op_events, strict=True)
+    )
     return replace(
         times,
-        op_events=tuple(
-            replace(
-                op_event,
-                forward_base_bytes=other.forward_base_bytes + more,
-                backward_base_bytes=other.backward_base_bytes + more,
-            )
-            for op_event, other in zip(times.op_events, memory.op_events, strict=True)
-        ),
+        op_events=op_events,
         outside_base_bytes=memory.outside_base_bytes,
         optimizer_state_bytes=states_bytes,
         reserved_bytes=memory.reserved_bytes,
-    )
-
-
-def _at_shape_of(memory: Profile, times: Profile) -> Profile:
-    scale = tokens_of(memory.batch_shape) / max(tokens_of(times.batch_shape), 1)
-    return replace(
-        memory,
-        op_events=tuple(
-            replace(op_event, forward_ms=other.forward_ms * scale, backward_ms=other.backward_ms * scale)
-            for op_event, other in zip(memory.op_events, times.op_events, strict=True)
-        ),
-        outside_ms=times.outside_ms,
-        optimizer_state_bytes=times.optimizer_state_bytes,
     )
 
 
@@ -250,12 +227,8 @@ class EvictableForwards:
 
     The recorder follows only one of a step's micro-batches, and no plan is on meanwhile. Without this class
     the tensors saved by the others could not be evicted, and a step that does not fit would not survive.
-    Start it before the recorder, and stop it after the recorder.
-
-    Args:
-        module: the module whose call is a forward.
-        hold: makes the ticket that takes the place of a saved tensor.
-        recorded: whether the recorder follows the forward that has just begun.
+    Start it before the recorder, and stop it after the recorder. ``hold`` makes the ticket that takes the
+    place of a saved tensor.
     """
 
     def __init__(
@@ -266,7 +239,6 @@ class EvictableForwards:
         self._undo: list[Undo] = []
 
     def start(self) -> None:
-        """Put tickets in place of the tensors that forwards save from now on."""
         self._undo = wrap_call(self._module, self._forward_starts, self._forward_ends)
 
     def stop(self) -> None:
@@ -288,23 +260,21 @@ class EvictableForwards:
             pop_leaked_hooks(saving.pack_hook)
 
     def _pack(self, tensor: torch.Tensor) -> Ticket:
-        """Return the ticket of the detached tensor: undetached, a node's own output would keep it alive."""
+        # undetached, a node's own output would keep the node alive
         return self._hold(tensor.detach())
 
 
 def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleName, ModuleWeights]:
     """Return the device memory that each module's weights need during a step, beside the weights themselves.
 
-    Call it ahead of a forward. It covers the modules of all scopes.
-
-    Args:
-        root: the model inside its wrappers.
-        structure: structure of the model.
+    Call it ahead of a forward, with the model inside its wrappers. It covers the modules of all scopes.
     """
     seen: set[int] = set()
     found: dict[ModuleName, ModuleWeights] = {}
     for scope, module in _scope_modules(root, structure):
-        sharded_bytes = _GATHERED * _weight_bytes(module, True) if structure.sharded else 0
+        sharded_bytes = (
+            _GATHERED * sum(weight.nbytes for weight in module.parameters()) if structure.sharded else 0
+        )
         whole = uncompiled(module)
         for path, child in [("", whole), *called_modules(whole)]:
             new, passing = 0, sharded_bytes
@@ -312,7 +282,8 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
                 if weight is None:
                     continue
                 if weight.requires_grad and weight.grad is None and id(weight) not in seen:
-                    new += weight.nbytes // _ranks_of(weight)
+                    mesh = getattr(weight, "device_mesh", None)  # `nbytes` counts the shards of all its ranks
+                    new += weight.nbytes // (1 if mesh is None else int(mesh.size()))
                 elif weight.requires_grad:
                     passing += weight.nbytes
                 elif not weight.is_floating_point():
@@ -325,21 +296,9 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
 
 def _scope_modules(root: nn.Module, structure: ModelStructure) -> Iterator[tuple[Scope, nn.Module]]:
     """Yield scopes with their modules in backward's order: the first allocates a shared weight's gradient."""
-    wrap_call: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
-    for scope, path in wrap_call.items():
+    paths: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
+    paths |= {layer.index: layer.module_path for layer in reversed(structure.layers)}
+    paths["embedding"] = structure.embedding
+    for scope, path in paths.items():
         if path is not None:
             yield scope, root.get_submodule(path)
-    for layer in reversed(structure.layers):
-        yield layer.index, root.get_submodule(layer.module_path)
-    if structure.embedding is not None:
-        yield "embedding", root.get_submodule(structure.embedding)
-
-
-def _weight_bytes(module: nn.Module, recurse: bool) -> int:
-    return sum(weight.nbytes for weight in module.parameters(recurse))
-
-
-def _ranks_of(weight: torch.Tensor) -> int:
-    """Return over how many ranks a weight is sharded; ``weight.nbytes`` counts all shards."""
-    mesh = getattr(weight, "device_mesh", None)
-    return 1 if mesh is None else int(mesh.size())

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_actswap import PlanError, apply
 from hf_actswap.config import MemoryConfig, load_config
 from hf_actswap.errors import ConfigError
 from hf_actswap.plan import MemoryPlan, model_structure
 from hf_actswap.planner import OptimizerInBackward, OptimizerInBackwardError, predict, profile_from_shapes
+from hf_actswap.planner.oom_guard import DeviceMemoryError
 from hf_actswap.planner.record.shapes import with_optimizer_in_backward
 from tests.engine.tiny_models import tiny_llama
 
@@ -203,6 +206,16 @@ def test_clipping_by_the_norm_of_the_step_before() -> None:
     assert_same(actual, expected)
 
 
+def test_norms_are_taken_where_they_are_read() -> None:
+    for read in (False, True):
+        training = Training(managed=False)
+        stepping = OptimizerInBackward(training.optimizer, training.model, ON, reads_norm=read)
+        stepping.attach()
+        training.backwards()
+        training.optimizer.step()
+        assert (stepping.grad_norm is not None) == read
+
+
 def test_schedulers_and_saved_states_are_as_ever() -> None:
     runs = []
     for managed in (False, True):
@@ -256,6 +269,18 @@ def test_what_cannot_step_in_backward_is_named() -> None:
         OptimizerInBackward(torch.optim.AdamW(parameters, differentiable=True), model, ON)
     with pytest.raises(PlanError, match="the optimizer, which it steps"):
         apply(tiny_llama(), {"memory": {"optimizer_in_backward": True}})
+
+
+def test_two_processes_are_named() -> None:
+    training = Training(managed=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(
+            PlanError, match=r"memory\.optimizer_in_backward.*one process, without DDP or FSDP"
+        ):
+            OptimizerInBackward(training.optimizer, training.model, ON)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -324,6 +349,36 @@ def test_the_same_bits_beside_swap_recomputation_tiles_and_the_planner(
     assert found[0] == expected[0]
     assert_same_values(found[1], expected[1])
     assert_same_values(found[2], expected[2])
+
+
+def test_memory_that_runs_out_behind_a_step_is_named_and_nothing_steps_twice() -> None:
+    torch.manual_seed(0)
+    model = tiny_llama().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    memory = {**SEARCH, "budget_gib": 1, "optimizer_in_backward": True}
+    planner: Any = apply(model, {"memory": memory}, optimizer=optimizer)
+    ids = torch.randint(0, model.config.vocab_size, (2, 64))
+
+    def micro_batch() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    while planner.phase != "stable":
+        planner.micro_batch(micro_batch)
+        optimizer.step()
+    weight = model.model.layers[-1].mlp.down_proj.weight
+    steps_before = optimizer.state[weight]["step"].item()
+
+    def fills_up(_: torch.Tensor) -> None:
+        handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 KiB. (a test)")
+
+    handle = model.model.layers[0].mlp.down_proj.weight.register_post_accumulate_grad_hook(fills_up)
+    with pytest.raises(DeviceMemoryError, match="cannot be run again: it has changed a buffer or a weight"):
+        planner.micro_batch(micro_batch)
+    with pytest.raises(OptimizerInBackwardError, match="a second backward before it"):
+        micro_batch()
+    assert optimizer.state[weight]["step"].item() == steps_before + 1
+    planner.remove()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

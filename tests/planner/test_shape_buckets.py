@@ -20,7 +20,7 @@ from hf_actswap.planner import CountingMeter, Profile, phases, planning, profile
 from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
-from hf_actswap.planner.run import ahead_of_calls
+from hf_actswap.planner.run import ModeLog, ahead_of_calls
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
@@ -392,7 +392,7 @@ def test_routed_experts() -> None:
 class TimedRun:
     """What `SearchPhase` asks of a run: each step takes as many ms as it has tokens, and 5 beside."""
 
-    name: str = "adaptive"
+    log: ModeLog = field(default_factory=lambda: ModeLog("adaptive"))
     tokens: int = 0
     peak_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)

@@ -100,9 +100,9 @@ def trained(
             clock.advance(LINK.in_ms(storage._size_bytes))
             return reload(storage)
 
-    def asked(task: PlanningTask, micro_batches: int) -> Any:
+    def asked(task: PlanningTask, micro_batches: int, on_device: Any) -> Any:
         tasks.append(task)
-        return states_in_passing(task, micro_batches)
+        return states_in_passing(task, micro_batches, on_device)
 
     with ExitStack() as undo:
         patched = undo.enter_context(monkeypatch.context())

@@ -86,6 +86,7 @@ def test_with_accumulation_the_states_go_to_the_host(tight: int) -> None:
     assert stays is None
     assert best is not None
     assert best_plans(task_at(tight), 3, best) == best_plans(task_at(tight), 3)
+    assert states_in_passing(task_at(WEIGHTS), 1, best)[1] is best, "it is not searched again"
     found, _ = states_in_passing(task_at(tight), 64)
     assert found is not None
     assert found.ms < found.kept_ms

@@ -132,7 +132,7 @@ def test_auto_moves_them_where_the_step_is_predicted_to_be_faster() -> None:
 
     def why(**changed: Any) -> str:
         task = agreed_task(RecordedStep(profile), fixed, replace(memory, **changed), 2**40, 0)
-        return weights_pay(task, sizes)
+        return weights_pay(task, sizes)[0]
 
     assert re.fullmatch(r"a step is predicted to take (\d+) ms, and (\d+) ms with them on the device", why())
     assert why(budget_gib=2 * budget_gib) == "", "nothing need be recomputed"

@@ -269,7 +269,7 @@ def planned_with_states_in_passing() -> int:
 
 def planned_while_frozen_weights_leave() -> int:
     """The planner is told that a step is faster with the frozen weights on the host."""
-    with patch.object(phases, "weights_pay", return_value="a test says so") as asked:
+    with patch.object(phases, "weights_pay", return_value=("a test says so", None)) as asked:
         found = planned("smart_swap", weights="auto")
     assert asked.call_count == 1
     return found

@@ -1,23 +1,23 @@
-"""Chooses where the optimizer's states wait between its steps: on the device, or on the host.
+"""Chooses where the optimizer's states and frozen weights wait: on the device, or on the host.
 
-On the device they take memory in every micro-batch, and recomputation and swap make up for it in each. On the
-host they are copied out and back once for a whole step of the optimizer, however many micro-batches its
-gradients are accumulated from. So what is compared is the time of the whole step, each with the best plan
-within the same budget.
+On the device states take memory in every micro-batch, and recomputation and swap make up for it in each. On
+the host they are copied out and back once for a whole step of the optimizer, however many micro-batches it
+has. So the times of whole steps are compared, each with the best plan within the same budget.
 
-Most of these copies are hidden. While the first forward fills the device with activations, states leave it as
-fast as these come; while the last backward frees them, states come back (`states.optimizer_states`). How many
+Most of these copies are hidden: states leave while the first forward fills the device with activations, and
+come back while the last backward frees them (`states.optimizer_states`). How many
 (`OptimizerStates.resident_bytes`) follows from the predicted memory over time. The rest passes through the
 device in the optimizer's step, which waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...errors import PlanError
 from ..budget import BudgetError
 from ..cost.simulate import outside
 from ..profile import Prediction, Profile
@@ -32,9 +32,10 @@ class WholeStep:
     """A step of the optimizer: all its micro-batches under one plan.
 
     Args:
-        micro_batch: the predicted step of one of them, with its memory over time.
-        resident_bytes: how many bytes of the optimizer's states leave in the first forward, and come back in
-            the last backward; ``None``: as `OptimizerStates` does by default, or all stay.
+        micro_batch: the predicted step of one micro-batch, with its memory over time.
+        ms: the time of all of them and of the optimizer.
+        resident_bytes: bytes of the optimizer's states that leave in the first forward and come back in the
+            last backward; ``None``: as `OptimizerStates` does by default, or all stay.
     """
 
     micro_batch: Prediction
@@ -45,9 +46,9 @@ class WholeStep:
 def whole_step(
     profile: Profile, micro_batch: Prediction, micro_batches: int, states_moved: bool = False
 ) -> WholeStep:
-    """Return the step of ``micro_batches`` micro-batches, given the profile and predicted step of one.
+    """Return the step of ``micro_batches``, given the predicted step of one.
 
-    With ``states_moved`` the optimizer's states come and go in the optimizer's step, as in the prediction.
+    ``states_moved``: the optimizer's states are on the host meanwhile, and come and go in its step.
     """
     once_ms, _ = outside(profile, profile.link, states_moved)
     return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
@@ -58,7 +59,7 @@ def with_states_in_passing(
 ) -> WholeStep:
     """Return the step with as many states as fit coming and going in the last backward and the first forward.
 
-    The arguments are those of `whole_step`, with the states moved, and the most device memory in use.
+    ``micro_batch`` is predicted with the states moved; ``limit_bytes`` is the most device memory in use.
     """
     link, states = profile.link, profile.optimizer_state_bytes
     step = whole_step(profile, micro_batch, micro_batches, True)
@@ -80,14 +81,21 @@ def _resident_bytes(profile: Profile, step: Prediction, limit_bytes: int) -> int
     """Return the most bytes of states that may leave during a forward, and come back during a backward."""
     states = profile.optimizer_state_bytes
     resident = min(states, limit_bytes - (profile.outside_base_bytes - states))
-    forward_ms = step.forward_end_ms
-    backward_ms = max(max((point.ms for point in step.memory), default=0.0) - forward_ms, 1e-9)
-    for point in step.memory:
-        # The share of the resident states that is on the device then.
-        share = 1 - point.ms / forward_ms if point.ms < forward_ms else (point.ms - forward_ms) / backward_ms
+    for share, used_bytes in _shares(step):
         if share > 0:
-            resident = min(resident, int((limit_bytes - point.total_bytes) / share))
+            resident = min(resident, int((limit_bytes - used_bytes) / share))
     return max(resident, 0)
+
+
+def _shares(step: Prediction) -> Iterator[tuple[float, int]]:
+    """Yield, over time, the share of the resident states on the device, and the bytes in use beside it."""
+    ends_ms = max((point.ms for point in step.memory), default=0.0)
+    for point in step.memory:
+        if point.ms < step.forward_end_ms:
+            yield 1 - point.ms / step.forward_end_ms, point.total_bytes
+        else:
+            backward_ms = max(ends_ms - step.forward_end_ms, 1e-9)
+            yield (point.ms - step.forward_end_ms) / backward_ms, point.total_bytes
 
 
 Found = tuple[Result, WholeStep]
@@ -103,12 +111,10 @@ def with_states_on_host(
 ) -> Found[Result] | None:
     """Return the best plan with the optimizer's states on the host, if its step is 1 % faster than ``kept``.
 
-    Nothing is looked for where no plan could be faster, the time of copies is not known, or the states need
+    Nothing is searched where no plan could be faster, the time of copies is not known, or the states need
     more host memory than there is.
 
     Args:
-        profile, micro_batches: as in `whole_step`.
-        host_bytes: the most host memory; ``None``: no limit.
         kept: the optimizer's step under the best plan with the states on the device.
         search: searches the best plan with the states on the host, with swap or without: in the first forward
             and the last backward swapped tensors and states share the link. It may raise `BudgetError`.
@@ -124,3 +130,32 @@ def with_states_on_host(
                 if found[1].ms < (most_ms if best is None else best[1].ms):
                     best = found
     return best
+
+
+def faster_with_weights_on_host(
+    kept_ms: float,
+    least_ms: float,
+    search: Callable[[], tuple[Result, float]],
+    in_words: Callable[[float, float, str], str],
+) -> tuple[Result | None, str]:
+    """Return the best plan with frozen weights on the host, if its step is 1 % faster, and the reason.
+
+    ``None``: they stay on the device.
+
+    Args:
+        kept_ms: a step under the best plan with the weights on the device.
+        least_ms: the least that a step takes, wherever they are.
+        search: returns the best plan with the weights on the host, and its step's time. It may raise
+            `PlanError`.
+        in_words: says that a step takes the first time, and the second one with the weights in that place.
+    """
+    most_ms = (1 - WORTH) * kept_ms
+    if least_ms >= most_ms:
+        return None, "nothing is slower with them there"
+    try:
+        moved, moved_ms = search()
+    except PlanError:
+        return None, "they cannot wait on the host, or nothing fits so"
+    if moved_ms > most_ms:
+        return None, in_words(kept_ms, moved_ms, "host")
+    return moved, in_words(moved_ms, kept_ms, "device")

@@ -6,8 +6,8 @@ tutorial "optimizer step in backward" and torchtune's ``optimizer_in_bwd`` do th
 parameter; here there is one, whose groups, schedulers and state dictionary are as ever.
 
 With gradient accumulation it happens in the last micro-batch, which Accelerate's optimizers know (the Trainer
-has one); until then all gradients are there. ``optimizer.step()`` then finds no gradients, or those of
-parameters that the last micro-batch has not used, and steps these.
+has one); until then all gradients are there. ``optimizer.step()`` then steps only parameters that the last
+micro-batch has not used.
 
 The bits are the same, because these optimizers compute each parameter from its own gradient and states, and
 because no node of backward reads a parameter after its gradient is complete. (If one did, autograd's check of
@@ -62,10 +62,11 @@ class OptimizerInBackward:
         memory: has the clipping (``in_backward_clip_value``, ``in_backward_clip_last_norm``).
         states: returns what keeps the optimizer's states on the host; ``None``: they stay.
         around: makes a context in which a parameter is stepped, for who measures backward.
+        reads_norm: whether `grad_norm` will be read; else norms are taken only where the clipping needs them.
 
     Attributes:
         grad_norm: the norm of the last step's gradients before clipping, a scalar on the device; ``None``: no
-            step has ended.
+            step has ended, or norms are not taken.
 
     Raises:
         PlanError: the optimizer or the model cannot be combined with it; the error says why.
@@ -78,19 +79,21 @@ class OptimizerInBackward:
         memory: MemoryConfig,
         states: Callable[[], OptimizerStates | None] = lambda: None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reads_norm: bool = False,
     ) -> None:
         if problems := list(_problems(optimizer, model)):
             raise PlanError(problems)
         self._optimizer, self._model, self._memory = inner_optimizer(optimizer), model, memory
         self._states, self._accumulation = states, getattr(optimizer, "gradient_state", None)
         self._around = around
+        self._takes_norms = reads_norm or memory.in_backward_clip_last_norm is not None
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        self._stepped: set[torch.Tensor] = set()
         self._groups: dict[torch.Tensor, int] = {}
         self._undo: list[Undo] = []
         self.grad_norm: torch.Tensor | None = None
 
     def attach(self) -> None:
-        """Put hooks on parameters, optimizer and model."""
         optimizer = self._optimizer
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -114,11 +117,11 @@ class OptimizerInBackward:
             states.in_backward = False
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Step a parameter, if this is the last micro-batch; autograd calls it after accumulating."""
         if self._accumulation is not None and not self._accumulation.sync_gradients:
             return
-        if parameter in self._norms:
+        if parameter in self._stepped:
             raise OptimizerInBackwardError([_ACCUMULATED])
+        self._stepped.add(parameter)
         with self._around():
             self._clip(parameter)
             self._step(parameter)
@@ -136,16 +139,16 @@ class OptimizerInBackward:
         gradient, memory = parameter.grad, self._memory
         assert gradient is not None
         with torch.no_grad():
-            self._norms[parameter] = torch.linalg.vector_norm(gradient)
+            if self._takes_norms:
+                self._norms[parameter] = torch.linalg.vector_norm(gradient)
             if memory.in_backward_clip_value is not None:
                 gradient.clamp_(-memory.in_backward_clip_value, memory.in_backward_clip_value)
             if memory.in_backward_clip_last_norm is not None and self.grad_norm is not None:
                 gradient.mul_((memory.in_backward_clip_last_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
 
     def _step_starts(self, *_: object) -> None:
-        """Clip the gradients that are left."""
         for parameter in self._groups:
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # the last micro-batch has not used it
                 self._clip(parameter)
 
     def _step_ended(self, *_: object) -> None:
@@ -153,18 +156,18 @@ class OptimizerInBackward:
         if norms:
             self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
         self._norms.clear()
+        self._stepped.clear()
 
     def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if gradients will be scaled: a scaler steps after backward, and may skip the step."""
         if not torch.is_grad_enabled() or is_dry(args, kwargs):
             return
+        # A scaler of gradients steps after backward, and may skip the step.
         kind = next(iter(self._groups)).device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             raise OptimizerInBackwardError([replace(_SCALED, found="fp16 autocast")])
 
 
 def _problems(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Problem]:
-    """Yield the reasons why an optimizer cannot step in backward."""
     inner = inner_optimizer(optimizer)
     kind = f"{type(inner).__module__}.{type(inner).__qualname__}"
     if type(inner) not in STREAMED:
@@ -184,7 +187,7 @@ def _problems(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Pr
 
 
 def _has_scaler(optimizer: Any) -> bool:
-    """Return whether a wrapper of the optimizer (Accelerate's) has a gradient scaler."""
+    """Return whether the optimizer or a wrapper of it (Accelerate's) has a gradient scaler."""
     while isinstance(optimizer, torch.optim.Optimizer):
         if getattr(optimizer, "scaler", None) is not None:
             return True

@@ -16,26 +16,18 @@ So ``resident_bytes`` trades memory for time: with a tenth of all states (the de
 the step, both ways at once, at the speed of the link; with all of them the step waits for no copy that the
 link could make during forward and backward. It may be set between any two steps.
 
+The buckets run in the optimizer's step pre-hook; the step call itself then finds no parameters. So it works
+with everything that wraps ``optimizer.step`` (schedulers, Accelerate, a gradient scaler, other hooks).
 Stepping a part of the parameters at a time gives the same bits as stepping all, because these optimizers
 (`STREAMED`, their classes and no subclasses) compute each parameter from its own gradient and states. Any
 other optimizer gets all of its states back before the step.
 
 Code that looks into ``optimizer.state`` finds a parameter's states on the device, where they stay until the
-next forward; ``state_dict()`` has copies, in ordinary host memory, of states that are on the host. A state
-tensor kept from before the forward is NaN while its values are on the host.
+next forward. A state tensor kept from before the forward is NaN while its values are on the host.
 
-Saves and loads (``state_dict``, ``load_state_dict``) an optimizer whose states are on the host.
-
-Both work where the device has no room for all states at once. States on the host are saved as copies in
-ordinary host memory. Loaded states go to the device and out again parameter by parameter. (PyTorch's own
-``load_state_dict`` puts all of them on the device first.)
-
-Runs an optimizer's step bucket by bucket: the optimizer's own code on a part of the parameters at a time.
-
-This happens in the optimizer's step pre-hook; the step call itself then finds no parameters. So it works with
-everything that wraps ``optimizer.step`` (schedulers, Accelerate, a gradient scaler, other hooks).
-
-Which optimizers can have their states on the host, and which can step part by part.
+``state_dict()`` and ``load_state_dict`` work where the device has no room for all states at once: states on
+the host are saved as copies in ordinary host memory, and loaded states go to the device and out again
+parameter by parameter. (PyTorch's own ``load_state_dict`` puts all of them on the device first.)
 """
 
 from __future__ import annotations
@@ -43,7 +35,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,10 +67,6 @@ _PARTS = 4
 class StreamedStep:
     """Replaces the optimizer's step over all parameters by its own step over one bucket of them at a time.
 
-    Args:
-        optimizer: an optimizer for which `is_streamed` is true.
-        residence: tracks and moves the storages of its states.
-
     Attributes:
         running: whether the optimizer's own code runs at present.
     """
@@ -101,22 +89,13 @@ class StreamedStep:
                 group["params"] = own
 
     def order(self, states: WatchedStates) -> list[StateStorage]:
-        """Return the storages in the order in which the step needs them."""
         return self._residence.storages_of_all(key for key in of_optimizer(self._optimizer) if key in states)
 
-    def run(
-        self,
-        states: WatchedStates,
-        resident_bytes: int,
-    ) -> None:
+    def run(self, states: WatchedStates, resident_bytes: int) -> None:
         """Step all parameters that have gradients, then empty the groups for the step call itself.
 
-        Args:
-            states: the optimizer's states.
-            resident_bytes: the most bytes of states on the device, unless one parameter has more.
-
-        Raises:
-            Exception: whatever the optimizer raises; it has then stepped earlier buckets.
+        If the optimizer raises an error, it has stepped earlier buckets. ``resident_bytes``: the most bytes
+        of states on the device, unless one parameter has more.
         """
         buckets = list(self._buckets(max(1, resident_bytes // _PARTS)))
         ahead = deque(self.order(states))
@@ -133,12 +112,11 @@ class StreamedStep:
     def run_bucket(
         self, bucket: Bucket, ahead: deque[StateStorage], states: WatchedStates, resident_bytes: int
     ) -> None:
-        """Step the parameters of a bucket; their states come before, and begin to leave afterwards.
+        """Step a bucket of parameters, which have gradients; their states come before, and begin to leave
+        afterwards.
 
-        Args:
-            bucket: the parameters, which have gradients.
-            ahead: the storages that are needed next, in order; those whose copies have started are taken off.
-            states, resident_bytes: as in `run`.
+        ``ahead`` are the storages that are needed next, in order; those whose copies have started are taken
+        off.
         """
         keys = [parameter for parameters in bucket for parameter in parameters]
         self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
@@ -153,7 +131,6 @@ class StreamedStep:
         self._residence.release(resident_bytes)
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
-        """Bring a bucket's states to the device, and start copies of later ones as far as there is room."""
         residence = self._residence
         for storage in needed:
             if storage.place == "host":
@@ -210,7 +187,6 @@ def step_part(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around_it: Callable[[Closure], Closure]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step with ``around_it`` applied to their closure, if there is one."""
     if len(args) > 1 and args[1] is not None:
         return (args[0], around_it(args[1]), *args[2:]), kwargs
     if kwargs.get("closure") is not None:
@@ -283,20 +259,15 @@ def is_streamed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def reject(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
-    """Raise if the states of ``optimizer`` cannot be moved to the host.
-
-    Raises:
-        PlanError: they cannot; the error lists each reason.
-    """
+    """Raise a `PlanError` with each reason why the states of ``optimizer`` cannot be moved to the host."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     problems = []
 
     def problem(expected: str, found: str, hint: str) -> None:
         problems.append(Problem("optimizer (preference: memory_saving)", expected, found, hint))
 
-    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):
+    known = isinstance(optimizer, torch.optim.Optimizer)
+    if not known or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         problem("a torch.optim.Optimizer, whose step calls hooks", kind, "Use preference: performance.")
         raise PlanError(problems)
     if kind.startswith("bitsandbytes."):
@@ -305,13 +276,12 @@ def reject(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         problem("an optimizer with states of its own", kind, "Use FSDP2, whose states are sharded too.")
     groups = optimizer.param_groups
-    for flag in ("capturable", "differentiable"):
+    flags = {
+        "capturable": "a captured step reads fixed addresses",
+        "differentiable": "a graph holds the states",
+    }
+    for flag, why in flags.items():
         if any(group.get(flag) for group in groups):
-            why = (
-                "a captured step reads fixed addresses"
-                if flag == "capturable"
-                else "a graph holds the states"
-            )
             problem(f"{flag}: false", f"{flag}: true", f"It cannot be served: {why}.")
     devices = {parameter.device for group in groups for parameter in group["params"]}
     if len(devices) > 1:
@@ -330,9 +300,6 @@ class StateCheckpoints:
     """Hooks on ``state_dict`` and ``load_state_dict`` of an optimizer.
 
     Args:
-        optimizer: the optimizer.
-        residence: tracks and moves the storages of its states.
-        transfer: copies them.
         min_tensor_bytes: loaded tensors of at least this size are set aside, and put in place afterwards.
         loaded: called after a load, without the tensors set aside, with functions that each put one of these
             in place and return its key in ``optimizer.state``.
@@ -356,7 +323,6 @@ class StateCheckpoints:
         self.saving = False
 
     def attach(self) -> list[Callable[[], None]]:
-        """Put the hooks on; return functions that take them off."""
         optimizer = self._optimizer
         handles = [
             optimizer.register_state_dict_pre_hook(self._saving_starts),
@@ -385,9 +351,9 @@ class StateCheckpoints:
     def _loading_starts(self, optimizer: torch.optim.Optimizer, saved: StateDict) -> StateDict:
         """Set large tensors aside; PyTorch's code gets empty ones instead, and decides their dtype."""
         self.reset()
-        state = {}
         if not is_streamed(optimizer):
             return {**saved, "state": {key: self._own(value) for key, value in saved["state"].items()}}
+        state = {}
         self._numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for key, entries in saved["state"].items():
             aside = {
@@ -397,8 +363,7 @@ class StateCheckpoints:
             }
             self._aside[key] = aside
             stand_ins = {name: torch.empty(0, dtype=value.dtype) for name, value in aside.items()}
-            state[key] = {**entries, **stand_ins} if aside else entries
-            state[key] = self._own(state[key])
+            state[key] = self._own({**entries, **stand_ins} if aside else entries)
         return {**saved, "state": state}
 
     def _own(self, value: Any) -> Any:
@@ -415,7 +380,7 @@ class StateCheckpoints:
         loads: list[Callable[[], Hashable]] = []
         for parameter, number in zip(parameters, self._numbers, strict=False):
             for name, value in aside.pop(number, {}).items():
-                loads.append(_load(optimizer, parameter, name, value))
+                loads.append(partial(_load, optimizer, parameter, name, value))
         self._residence.forget_all()
         self._loaded(loads)
 
@@ -431,14 +396,10 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _load(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: Hashable, value: torch.Tensor
-) -> Callable[[], Hashable]:
-    def load() -> Hashable:
-        entries = optimizer.state[parameter]
-        dtype = entries[name].dtype
-        entries[name] = value.detach().to(device=parameter.device, dtype=dtype, copy=True)
-        return parameter
-
-    return load
+) -> Hashable:
+    entries = optimizer.state[parameter]
+    entries[name] = value.detach().to(device=parameter.device, dtype=entries[name].dtype, copy=True)
+    return parameter
 
 
 class _Copies:
@@ -458,7 +419,6 @@ class _Copies:
         self._copied: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """Return ``value`` with its tensors replaced by copies."""
         return _mapped(value, self._of_tensor)
 
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -515,9 +475,8 @@ class OptimizerStates:
         self._model, self._layers = model, _outside_compiled(model, layers)
         self.resident_bytes = resident_bytes
         self._pool, self._transfer, self._counters = pool, transfer, Counters()
-        device = next(of_optimizer(self._optimizer)).device
-        self._device = device
-        self._residence = StateResidence(transfer, pool, self._counters, device, min_tensor_bytes)
+        self._device = next(of_optimizer(self._optimizer)).device
+        self._residence = StateResidence(transfer, pool, self._counters, self._device, min_tensor_bytes)
         self._step = StreamedStep(self._optimizer, self._residence)
         self._checkpoints = StateCheckpoints(
             self._optimizer, self._residence, transfer, min_tensor_bytes, self._loaded
@@ -535,16 +494,6 @@ class OptimizerStates:
         )
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside all wrappers."""
-        return self._optimizer
-
-    @property
-    def residence(self) -> StateResidence:
-        """Tracks where each storage of states is."""
-        return self._residence
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of all states that move; 0 before there are any."""
         return self._residence.total_bytes
@@ -559,9 +508,8 @@ class OptimizerStates:
         """The most bytes of states on the device, as `resident_bytes` or its default amounts to now."""
         if self.resident_bytes is not None:
             return max(1, self.resident_bytes)
-        known = self._residence.total_bytes
         # Before the first step, two states of each parameter's size are assumed.
-        total = known or 2 * sum(item.nbytes for item in of_optimizer(self._optimizer))
+        total = self.state_bytes or 2 * sum(item.nbytes for item in of_optimizer(self._optimizer))
         return max(1, total // DEFAULT_SHARE)
 
     def stats(self) -> SwapStats:
@@ -591,8 +539,8 @@ class OptimizerStates:
     def remove(self) -> None:
         """Bring every state to the device, and take all hooks off. Safe to call again.
 
-        Where the device has no room for them, as after a training that only fits without, they are on the
-        CPU afterwards. They can be saved, and `attach` takes them; the optimizer alone cannot step.
+        Where the device has no room for them, as after a training that only fits without, they are on the CPU
+        afterwards. They can be saved, and `attach` takes them; the optimizer alone cannot step.
         """
         if not self._undo:
             return
@@ -641,7 +589,6 @@ class OptimizerStates:
         return key
 
     def send_all(self) -> None:
-        """Start copies out of all states that are on the device."""
         for storage in self._residence.all():
             self._residence.turn_back(storage)
             self._residence.leave(storage)
@@ -694,13 +641,12 @@ class OptimizerStates:
             self._returns.stream = torch.accelerator.current_stream(self._device)
         if streams:
             self._step.run(states, self.most_resident_bytes)
-            self._depth = 1
-            return new
+        else:
+            for storage in self._residence.all():
+                self._residence.start_return(storage)
+            for storage in self._residence.all():
+                self._residence.bring(storage)
         self._depth = 1
-        for storage in self._residence.all():
-            self._residence.start_return(storage)
-        for storage in self._residence.all():
-            self._residence.bring(storage)
         return new
 
     def _inside(self, closure: Closure) -> Closure:
@@ -760,7 +706,6 @@ class OptimizerStates:
 
 
 def _ordered(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
-    """Return ``hooks`` as the `OrderedDict` that PyTorch keeps them in, although it declares a dict."""
     assert isinstance(hooks, OrderedDict)
     return hooks
 
@@ -779,15 +724,17 @@ def _outside_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.
 class StatePrefetch:
     """Starts copies of states back to the device during the last backward before a step.
 
-    It counts gradients: the share of the copies that has started is that of the backward's gradients that
-    are complete. So states on the device grow as activations fall. The number of gradients before the last
-    step tells which backward will be the last; before the first step nothing is started. With fewer
-    micro-batches than last time the rest comes back in the step; with more the next forward sends it away.
+    It counts gradients: the share of the copies that has started is that of the backward's gradients that are
+    complete. So states on the device grow as activations fall. The number of gradients before the last step
+    tells which backward will be the last; before the first step nothing is started. With fewer micro-batches
+    than last time the rest comes back in the step; with more the next forward sends it away.
 
     Args:
-        residence: tracks and moves the storages of the states.
-        order: returns these storages in the order in which the step needs them.
+        order: returns the states' storages in the order in which the step needs them.
         most_bytes: returns the most bytes of states that may be on the device.
+
+    Attributes:
+        stream: compute's stream in the step, to which blocks must belong; FSDP2's gradients come on another.
     """
 
     def __init__(
@@ -801,7 +748,6 @@ class StatePrefetch:
         self._called: set[int] = set()
         self._waiting: deque[StateStorage] | None = None
         self.stream: torch.Stream | None = None
-        """Compute's stream in the step, to which blocks must belong; FSDP2's gradients come on another."""
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Count a gradient that has been accumulated, and start the copies due; a hook of each parameter."""
@@ -814,14 +760,12 @@ class StatePrefetch:
             self._start(int(self._most_bytes() * min(1.0, done / self._per_backward)))
 
     def step_starts(self) -> None:
-        """Begin to count anew: the gradients until now were those of one step."""
         self._calls_before, self._per_backward = self._calls, len(self._called)
         self._calls = 0
         self._called.clear()
         self._waiting = None
 
     def forward_starts(self) -> None:
-        """Forget which copies have started: a forward sends the states away again."""
         self._waiting = None
 
     def _start(self, wanted_bytes: int) -> None:
@@ -829,7 +773,7 @@ class StatePrefetch:
             self._waiting = deque(self._order())
         waiting, residence = self._waiting, self._residence
         try:
-            with self._on_step_stream():
+            with nullcontext() if self.stream is None else self.stream:
                 while waiting:
                     if waiting[0].place == "host":
                         if residence.device_bytes + waiting[0].size_bytes > wanted_bytes:
@@ -839,6 +783,3 @@ class StatePrefetch:
         except torch.OutOfMemoryError:
             logger.debug("No room for optimizer states in backward: the rest comes back in the step.")
             waiting.clear()
-
-    def _on_step_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else self.stream

@@ -1,12 +1,10 @@
-"""One storage of optimizer states, on the device or on the host.
+"""The storages of optimizer states, on the device or on the host: tracks, counts and moves them.
 
 The states' tensor objects stay the same; the storages to which they refer change. While its values are on the
 host, a tensor refers to a single NaN (of integers: to a single largest value), expanded to its shape. Code
 that has kept the tensor cannot take what it reads for a state; what it writes is lost, or the write raises.
-
-Tracks which of an optimizer's states are on the device, counts their bytes, and moves them.
-
-A dictionary for ``optimizer.state`` that reports accesses, so that states can come back before them.
+`WatchedStates`, a dictionary for ``optimizer.state``, reports accesses, so that states can come back before
+them.
 """
 
 from __future__ import annotations
@@ -29,29 +27,23 @@ Place = Literal["device", "leaving", "host", "returning"]
 
 
 class Placeholders:
-    """The placeholders to which tensors refer while their values are on the host: one element per dtype.
-
-    Args:
-        device: the device of the placeholders.
-    """
+    """The placeholders to which tensors refer while their values are on the host: one element per dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, view: View) -> torch.Tensor:
-        """Return a placeholder of the dtype and shape of ``view``."""
         dtype = view.dtype
         if dtype not in self._elements:
-            known = not (dtype.is_floating_point or dtype.is_complex)
-            value: Any = True if dtype is torch.bool else torch.iinfo(dtype).max if known else float("nan")
-            self._elements[dtype] = torch.full((), value, dtype=torch.float32 if not known else dtype).to(
-                device=self._device, dtype=dtype
-            )
+            if dtype.is_floating_point or dtype.is_complex:
+                element = torch.full((), float("nan"))  # not every such dtype can be filled
+            else:
+                element = torch.full((), dtype is torch.bool or torch.iinfo(dtype).max, dtype=dtype)
+            self._elements[dtype] = element.to(device=self._device, dtype=dtype)
         return self._elements[dtype].expand(view.shape)
 
     def is_(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` refers to a placeholder."""
         element = self._elements.get(tensor.dtype)
         return element is not None and tensor.untyped_storage()._cdata == element.untyped_storage()._cdata
 
@@ -60,15 +52,13 @@ class StateStorage:
     """A storage of optimizer states, which moves as a whole, whichever tensors share it.
 
     It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
-    the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is
-    owned by autograd's tickets and leaves at most once, when memory runs out.)
+    the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is owned by
+    autograd's tickets and leaves at most once, when memory runs out.) The caller takes its host block, which
+    has its size, from a pool and gives it back.
 
-    Args:
-        storage: the storage, on the device.
-        host: a host block of its size, which the caller takes from a pool and gives back.
-        transfer: copies it.
-        counters: count the copies.
-        absent: placeholders for its tensors.
+    Attributes:
+        tensors: by the key in ``optimizer.state``: plain tensors that share the storage.
+        unchanged: whether the host has the same bytes; known only while the storage is on the device.
     """
 
     def __init__(
@@ -83,9 +73,7 @@ class StateStorage:
         self.host = host
         self.place: Place = "device"
         self.tensors: dict[Hashable, list[tuple[torch.Tensor, View]]] = {}
-        """By the key in ``optimizer.state``: plain tensors that share the storage."""
         self.unchanged = False
-        """Whether the host has the same bytes; known only while the storage is on the device."""
         host.hold(torch.uint8, torch.Size([self.size_bytes]))
         self._transfer, self._counters, self._absent = transfer, counters, absent
         self._copy: Copy | None = None
@@ -93,7 +81,6 @@ class StateStorage:
 
     @property
     def on_device_bytes(self) -> int:
-        """Bytes of device memory that it takes up."""
         return 0 if self.place == "host" else self.size_bytes
 
     def leave(self) -> None:
@@ -183,10 +170,7 @@ class StateStorage:
                 del self.tensors[key]
 
     def host_copy(self) -> torch.Tensor:
-        """Return its bytes in ordinary memory: uint8, shape (bytes,).
-
-        Call it at ``host`` or ``returning``, after a synchronization.
-        """
+        """Return its bytes in ordinary memory; call it at ``host`` or ``returning``, after synchronizing."""
         copy = torch.empty(self.size_bytes, dtype=torch.uint8)
         torch.cat(self.host.pieces, out=copy)
         return copy
@@ -217,8 +201,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a parameter's state, also in nested dictionaries, lists and tuples.
 
-    Yields:
-        Plain tensors; for a ``DTensor`` this rank's part. Other subclasses are left out.
+    They are plain tensors; for a ``DTensor`` this rank's part. Other subclasses are left out.
     """
     if isinstance(value, torch.Tensor):
         with torch.no_grad():  # without gradients `to_local` returns the part itself, not a view
@@ -240,13 +223,10 @@ def holders(storage: torch.UntypedStorage) -> int:
 
 
 class WatchedStates(defaultdict[Any, Any]):
-    """A `collections.defaultdict` that calls a function before each access to a value.
+    """A `collections.defaultdict` that calls ``looked`` before each access to a value.
 
-    Pickling or copying it gives a plain `defaultdict` with all states.
-
-    Args:
-        states: its first contents.
-        looked: called with the key that is accessed, if present, or with ``None`` if all values are.
+    It gets the key that is accessed, if present, or ``None`` if all values are. Pickling or copying gives a
+    plain `defaultdict` with all states.
     """
 
     def __init__(self, states: dict[Any, Any], looked: Callable[[Hashable | None], None]) -> None:
@@ -254,11 +234,9 @@ class WatchedStates(defaultdict[Any, Any]):
         self._looked = looked
 
     def unwatched_items(self) -> ItemsView[Any, Any]:
-        """Return ``items()`` without calling ``looked``."""
         return super().items()
 
     def unwatched(self, key: Any) -> Any:
-        """Return ``get(key)`` without calling ``looked``."""
         return super().get(key)
 
     def __getitem__(self, key: Any) -> Any:
@@ -297,7 +275,6 @@ class WatchedStates(defaultdict[Any, Any]):
         return super().values()
 
     def plain(self) -> defaultdict[Any, Any]:
-        """Return a plain `defaultdict` with all states."""
         self._looked(None)
         return defaultdict(self.default_factory, super().items())
 
@@ -319,14 +296,7 @@ NO_HOST_MEMORY = "no host memory for optimizer states"
 
 
 class StateResidence:
-    """Finds the storages of an optimizer's states and moves them.
-
-    Args:
-        transfer: copies bytes.
-        pool: the host memory to which states move.
-        counters: count the copies.
-        device: the device of the states.
-        min_tensor_bytes: smaller storages stay on the device.
+    """Finds the storages of an optimizer's states and moves them; those below ``min_tensor_bytes`` stay.
 
     Attributes:
         device_bytes: bytes of the storages with a host block that are on the device.
@@ -361,11 +331,9 @@ class StateResidence:
         return list(dict.fromkeys(item for key in keys for item in self.storages_of(key)))
 
     def all(self) -> list[StateStorage]:
-        """Return every storage once."""
         return self.storages_of_all(self._of)
 
     def known(self) -> list[Hashable]:
-        """Return the keys whose states have storages here."""
         return list(self._of)
 
     @property
@@ -378,20 +346,15 @@ class StateResidence:
 
         A storage that is also held from outside these states (a flat buffer, a parameter, a kept state
         dictionary) stays on the device: it would not be freed, and its holder may rely on seeing new values.
-
-        Args:
-            keys: the keys in ``states`` to update.
-            states: the optimizer's states.
         """
-        found = {key: self._tensors(states.unwatched(key)) for key in keys}
+        found = {}
+        for key in keys:
+            here = (item for item in plain_tensors(states.unwatched(key)) if item.device == self._device)
+            found[key] = list({id(item): item for item in here}.values())
         addresses = (tensor.untyped_storage()._cdata for tensors in found.values() for tensor in tensors)
         held = Counter(addresses)
         for key, tensors in found.items():
             self._refresh(key, tensors, held)
-
-    def _tensors(self, state: object) -> list[torch.Tensor]:
-        here = (item for item in plain_tensors(state) if item.device == self._device)
-        return list({id(item): item for item in here}.values())
 
     def forget_all(self) -> None:
         """Give back every host block; states that are on the host are lost."""
@@ -402,10 +365,8 @@ class StateResidence:
     def bring_all(self) -> int:
         """Bring every storage to the device; if it has no room for all, set aside all that can move.
 
-        Those are on the CPU then, in the memory of their blocks. Their pool is closed; `forget_all` follows.
-
-        Returns:
-            Bytes that are set aside.
+        Returns the bytes set aside. They are on the CPU then, in the memory of their blocks. Their pool is
+        closed; `forget_all` follows.
         """
         try:
             for storage in self.all():
@@ -423,10 +384,7 @@ class StateResidence:
             return self.total_bytes
 
     def leave(self, storage: StateStorage) -> None:
-        """Start the copy out of a storage; if the host has its bytes already, free it at once.
-
-        Does nothing unless it is on the device.
-        """
+        """Start the copy out of a storage on the device; if the host has its bytes, free it at once."""
         if storage.place != "device":
             return
         address = storage.address()
@@ -532,6 +490,5 @@ class StateResidence:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all groups."""
     for group in optimizer.param_groups:
         yield from group["params"]

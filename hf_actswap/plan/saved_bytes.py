@@ -14,9 +14,9 @@ Bytes are counted by the engine's rules, in the order in which the engine meets 
 * an op that is kept or swapped inside a recomputed module is not run again: its result is held for the ops
   after it, or moves.
 
-`RecomputedModules` is an index of what a plan recomputes, and of what is inside the modules that it
-recomputes as a whole. The engine, the count of saved bytes, the rules that settle a plan, and the planner
-use it. A *root* is a module that is run again as one; of roots inside each other the outermost counts.
+`RecomputedModules` is an index of what a plan recomputes, for the engine, the counts, the rules that settle a
+plan, and the planner. A *root* is a module that is run again as one; of roots inside each other the outermost
+counts.
 
 What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
 kept, a swapped op): when the module runs again, the op's result is handed out in its place
@@ -115,9 +115,8 @@ class RecomputedModules:
     def rebuilt_by(self, call: OpCall) -> OpCall | None:
         """Return the call that is run again, from its inputs, to rebuild what ``call`` produces.
 
-        Returns:
-            The root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or if
-            it is a communication that is done again; ``None`` if what it produces is kept or swapped.
+        That is the root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or
+        if it is a communication that is done again; ``None`` if what it produces is kept or swapped.
         """
         if not self._recomputes:
             return None
@@ -131,7 +130,6 @@ class RecomputedModules:
         return scope, root, None
 
     def keeps_inside(self, scope: Scope, root: str) -> bool:
-        """Whether something is kept or swapped inside a root."""
         inside = self._inside.get(scope, ())
         return any(kept and path != root and is_below(path, root) for path, kept in inside)
 
@@ -139,15 +137,16 @@ class RecomputedModules:
         """Whether ``path`` is a module inside a root, and nothing in this module is run again."""
         key = scope, path
         if key not in self._kept_modules:
-            self._kept_modules[key] = self._find_kept_module(scope, path)
+            inside_root = path in self.modules.get(scope, ()) and self.root(scope, path) is not None
+            row = self.row((scope, path, None)) if inside_root else None
+            kept = row is not None and row.fate not in RUN_AGAIN
+            self._kept_modules[key] = kept and all(
+                kept_inside for inside, kept_inside in self._inside[scope] if is_below(inside, path)
+            )
         return self._kept_modules[key]
 
     def is_held(self, call: OpCall) -> bool:
-        """Whether the root around a call holds the call's result, if the root must rebuild what comes after.
-
-        Args:
-            call: call of a function, or of a module (ordinal ``None``).
-        """
+        """Whether the root around a call holds its result, if the root must rebuild what comes after."""
         scope, path, ordinal = call
         root = self.root(scope, path)
         if scope is None or root is None or root == path:
@@ -170,14 +169,6 @@ class RecomputedModules:
             if row.scope in self.modules and row.op_path != OUTPUT:
                 found.setdefault(row.scope, []).append((row.op_path, row.fate not in RUN_AGAIN))
         return found
-
-    def _find_kept_module(self, scope: Scope, path: str) -> bool:
-        if path not in self.modules.get(scope, ()) or self.root(scope, path) is None:
-            return False
-        row = self.row((scope, path, None))
-        if row is None or row.fate in RUN_AGAIN:
-            return False
-        return all(kept for inside, kept in self._inside[scope] if is_below(inside, path))
 
     def _is_module(self, row: PlanRow) -> bool:
         return row.op_path in self.modules.get(row.scope, ())
@@ -211,8 +202,6 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class SwappedCopy:
-    """One copy to the host in one forward, and the row that requests it."""
-
     row: PlanRow
     size_bytes: int
 
@@ -289,8 +278,6 @@ def ticket_uses(
     calls: Sequence[OpCall] | None = None,
 ) -> Iterator[TicketUse]:
     """Yield what a plan does with one storage: the one statement of who leaves what, and who rebuilds it.
-
-    The counts of bytes, the rules that settle a plan, and the planner's prediction read it.
 
     Args:
         storage: the storage with its uses.
@@ -412,11 +399,6 @@ def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, 
 
     A slice is worth moving alone only where it is small beside its storage: what else is saved of the
     storage then has a copy of its own.
-
-    Args:
-        view: its ``range_bytes`` are the first byte that it can reach, and the byte after the last.
-        view_bytes: size of its elements.
-        storage_bytes: size of its storage.
     """
     if view_bytes == storage_bytes:
         return 0, storage_bytes

@@ -28,7 +28,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from .validation import AnyInt, Expected, Path, Whole, faults_of, rejected, show
+from .validation import AnyInt, Expected, Fault, Path, Whole, faults_of, rejected, show
 
 EXPECTED_LAYERS = "true, false or a flat list of layer indices"
 EXPECTED_OP_NAME = "an op path or a list of op paths"
@@ -45,7 +45,6 @@ _MAX_CHARACTERS = 1000
 _MAX_REPEATS, _MAX_GROUPS, _MAX_ALTERNATIVES = 6, 4, 32
 _ONE_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
-_Fault = tuple[Path, str, str, str]
 _SINGLE = Annotated[bool, Strict()]
 
 
@@ -285,7 +284,7 @@ def _exclusion(value: Any, info: ValidationInfo) -> Any:
 
 def _op_mapping(value: Mapping[Any, Any], info: ValidationInfo) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    faults: list[_Fault] = []
+    faults: list[Fault] = []
     for op_path, layers in value.items():
         if not isinstance(op_path, str):
             faults.append(((), "op paths (texts) as keys", f"the key {show(op_path)}", ""))
@@ -303,7 +302,7 @@ def _op_mapping(value: Mapping[Any, Any], info: ValidationInfo) -> dict[str, Any
     return found
 
 
-def _below(above: Path, error: ValidationError) -> list[_Fault]:
+def _below(above: Path, error: ValidationError) -> list[Fault]:
     return [((*above, *path), *words) for path, *words in faults_of(error)]  # type: ignore[misc]
 
 
@@ -365,7 +364,7 @@ def _table(
         bool_rows: whether a row of a table may be true or false.
         may_be_short: whether a list per stage may leave out the last stages.
     """
-    faults: list[_Fault] = []
+    faults: list[Fault] = []
     read: Sequence[Any]
     if any(is_list(one) for one in value):
         read = _rows(value, items, shape, bool_rows, faults)
@@ -381,7 +380,7 @@ def _table(
     return tuple(read)
 
 
-def _row(path: Path, row: Sequence[Any], items: TypeAdapter[Any], faults: list[_Fault]) -> tuple[Any, ...]:
+def _row(path: Path, row: Sequence[Any], items: TypeAdapter[Any], faults: list[Fault]) -> tuple[Any, ...]:
     try:
         return tuple(items.validate_python(row))
     except ValidationError as error:
@@ -394,7 +393,7 @@ def _rows(
     items: TypeAdapter[Any],
     shape: TableShape | None,
     bool_rows: bool,
-    faults: list[_Fault],
+    faults: list[Fault],
 ) -> list[Any]:
     if shape is not None and len(rows) != shape.pp_interleave_num:
         expected = f"{_counted(shape.pp_interleave_num, 'row')}, one per interleave"

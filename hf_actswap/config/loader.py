@@ -333,9 +333,9 @@ def _note_foreign_sections(findings: Findings) -> None:
     for key in findings.document:
         if key == "model":
             honoured = honoured_in_model(findings)
-            goes = "go" if len(honoured) > 1 else "goes"
-            also = f"{' and '.join(honoured)} {goes} to parallel_config; " if honoured else ""
-            line = f"`model`: num_layers is checked against the model; {also}the rest is ignored."
+            verb = "go" if len(honoured) > 1 else "goes"
+            ours = f"{' and '.join(honoured)} {verb} to parallel_config; " if honoured else ""
+            line = f"`model`: num_layers is checked against the model; {ours}the rest is ignored."
             findings.note((key,), line)
         elif key == "parallel" and (interleave := lookup(findings, PIPELINE_INTERLEAVE)) is not None:
             what = "is false, so pp_interleave_num is 1" if interleave is False else "is honoured"

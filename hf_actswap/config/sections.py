@@ -77,7 +77,7 @@ class _Entry:
 
 
 _WrittenRule = tuple[_Entry, LayerSwapRule | OpSwapRule]
-"""An entry, and a rule of it: what could not be read is harmless there, so that a model can check the rest."""
+"""An entry, and a rule of it: what could not be read is harmless there, so that the rest can be checked."""
 
 
 def _read_entries(findings: Findings, path: Path, value: object, kind: Any) -> list[_Entry]:

@@ -32,21 +32,17 @@ NOTHING = object()
 EXPECTED_BOOL = "true or false"
 
 
-def rejected(value: object, *faults: tuple[Path, str, str, str]) -> ValidationError:
-    """Return an error for a validator to raise: faults as (path in the value, expected, found, hint)."""
-    return _error(
-        [
-            InitErrorDetails(type=_fault("fault", expected, found, hint), loc=path, input=value)
-            for path, expected, found, hint in faults
-        ]
-    )
+Fault = tuple[Path, str, str, str]
+"""Path in a value, what was expected there, what was found, and a hint."""
 
 
-def rejected_again(
-    error: ValidationError, value: object, *faults: tuple[Path, str, str, str]
-) -> ValidationError:
-    """Return an error for a validator to raise: that of the parts of a value, and further faults."""
-    return _error([*lines_of(error), *(lines_of(rejected(value, *faults)) if faults else ())])
+def rejected(value: object, *faults: Fault, again: ValidationError | None = None) -> ValidationError:
+    """Return an error for a validator to raise, with the faults of parts (``again``) that pydantic found."""
+    lines = [
+        InitErrorDetails(type=_fault("fault", expected, found, hint), loc=path, input=value)
+        for path, expected, found, hint in faults
+    ]
+    return _error([*(lines_of(again) if again is not None else ()), *lines])
 
 
 def _fault(kind: str, expected: str, found: str, hint: str) -> PydanticCustomError:
@@ -63,9 +59,7 @@ def _error(lines: list[InitErrorDetails]) -> ValidationError:
 def lines_of(error: ValidationError, tags: int = 0) -> list[InitErrorDetails]:
     """Return the faults of parts of a value, and those that a validator named, to be raised again.
 
-    Args:
-        error: what pydantic raised.
-        tags: how many steps at the head of each path are not the value's own.
+    ``tags``: how many steps at the head of each path are not the value's own.
     """
     return [
         InitErrorDetails(
@@ -92,10 +86,7 @@ class Expected:
     """What a value must be, in words: the message for whatever its type rejects.
 
     What is wrong with an item of a list, and what a validator said by `rejected`, keeps its own words.
-
-    Args:
-        text: what would be accepted.
-        hint: takes the rejected value, and returns what to do about it; may be empty.
+    ``hint`` takes the rejected value, and returns what to do about it; may be empty.
     """
 
     text: str
@@ -111,15 +102,10 @@ class Expected:
                 return of_type(value)
             except ValidationError as error:
                 lines = lines_of(error, tags)
-            raise _error(lines or [self.line(value)]) from None
+            own = _fault("expected", self.text, _found(value), self.hint(value))
+            raise _error(lines or [InitErrorDetails(type=own, loc=(), input=value)]) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
-
-    def line(self, value: Any) -> InitErrorDetails:
-        """Return the fault of a value."""
-        return InitErrorDetails(
-            type=_fault("expected", self.text, _found(value), self.hint(value)), loc=(), input=value
-        )
 
 
 def _unquote_hint(value: object) -> str:
@@ -185,12 +171,10 @@ class Findings:
         self._above: Path = ()
 
     def problem(self, path: Path, expected: str, found: str, hint: str = "") -> None:
-        """Note a fault of the value at ``path``."""
         path = (*self._above, *path)
         self._problems.append((path, Problem(where(path), expected, found, hint)))
 
     def note(self, path: Path, line: str) -> None:
-        """Note one line about a value that was accepted."""
         self._notes.append(((*self._above, *path), line))
 
     def inside(self, path: Path, document: Mapping[Any, Any]) -> Findings:
@@ -253,9 +237,8 @@ class Findings:
     ) -> None:
         """Note a key that is not valid; the first have hints, because thousands of searches take seconds."""
         self._key_hints += 1
-        hint = (
-            unknown_key_hint(str(key), valid, also, self._homes) if self._key_hints <= _MAX_KEY_HINTS else ""
-        )
+        named = self._key_hints <= _MAX_KEY_HINTS
+        hint = unknown_key_hint(str(key), valid, also, self._homes) if named else ""
         if isinstance(key, str | int):
             self.problem((*path, key), expected, "an unknown key", hint)
         else:
@@ -263,16 +246,16 @@ class Findings:
 
     def problems(self) -> tuple[Problem, ...]:
         """Return all problems, in the order of the document."""
-        return tuple(
-            problem for _, problem in sorted(self._problems, key=lambda item: self.position(item[0]))
-        )
+        return self._in_order(self._problems)
 
     def notes(self) -> tuple[str, ...]:
         """Return all notes, in the order of the document."""
-        return tuple(line for _, line in sorted(self._notes, key=lambda item: self.position(item[0])))
+        return self._in_order(self._notes)
+
+    def _in_order(self, found: Sequence[tuple[Path, Any]]) -> tuple[Any, ...]:
+        return tuple(item for _, item in sorted(found, key=lambda item: self.position(item[0])))
 
     def any_below(self, *sections: str) -> bool:
-        """Whether there is a problem in one of these sections."""
         return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
 
     def position(self, path: Path) -> tuple[float, ...]:

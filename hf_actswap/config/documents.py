@@ -83,16 +83,11 @@ def is_share(value: Any) -> bool:
 
 
 def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str = "") -> str:
-    """Read a file in UTF-8.
-
-    Args:
-        path: path of the file.
-        max_bytes: the largest size that is accepted.
-        error: class of the exception for a file that is longer, or no text.
-        source: name of the file in that exception; by default its path.
+    """Read a file in UTF-8 of at most ``max_bytes``.
 
     Raises:
         OSError: it cannot be read.
+        ActSwapError: of the class ``error``: it is longer, or not UTF-8. It names ``source``, or the path.
     """
     with open(path, "rb") as file:
         raw = file.read(max_bytes + 1)
@@ -155,11 +150,8 @@ class JsonDocument:
     def read(self, kind: Any, key: str | None = None, types: Types | None = None, rows: Any = ()) -> Any:
         """Return the value of a key (``None``: the document itself) as a type; `finish` raises if it is not.
 
-        Args:
-            kind: the declared type.
-            key: key of the document.
-            types: declared types that are read as others.
-            rows: dataclasses that are lists of their fields' values.
+        ``types``: declared types that are read as others. ``rows``: dataclasses that are lists of fields'
+        values.
         """
         value = self.content if key is None else self.content.get(key, NOTHING)
         return self._read(form_of(kind, types, rows), () if key is None else (key,), value)
@@ -175,7 +167,6 @@ class JsonDocument:
         return found
 
     def fault(self, path: Path, expected: str, value: Any, hint: str = "") -> None:
-        """Note that something else was expected at a path in the document."""
         self._note(path, expected, show(value), hint)
 
     def finish(self) -> None:

@@ -1,8 +1,7 @@
 """Downloads configurations and plans from the Hugging Face Hub, saves them in folders and publishes them.
 
 A file on the Hub may have been written by anybody: its size is checked before it is downloaded. What is
-published has a model card, which says what the configuration is, how to use it and what its plan was measured
-on.
+published has a model card: what the configuration is, how to use it, what its plan was measured on.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
         max_bytes: the largest size that is downloaded.
 
     Raises:
-        OSError: with one line that says why, whatever the failure: no such repository, revision or file, no
-            access, no network and no copy in the cache, a file that is too long.
+        OSError: says why in one line: no such repository, revision or file, no access, no network and no copy
+            in the cache, a file that is too long.
     """
     if options.local_files_only or is_commit(revision):
         cached = _cached(repo_id, file_name, revision, options)
@@ -170,7 +169,7 @@ def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOpti
 
 
 def _in_cache(path: str, repo_id: str, revision: str | None) -> HubFile:
-    """Return a file of the cache, which is ``<repository>/snapshots/<commit>/<file>``."""
+    # Files of the cache are ``<repository>/snapshots/<commit>/<file>``.
     return HubFile(str(path), repo_id, revision, Path(path).parent.name)
 
 
@@ -196,8 +195,6 @@ def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None
 
 
 class Plan(Protocol):
-    """The methods of a plan that this package uses."""
-
     def to_json(self) -> str:
         """Return the plan as JSON."""
 
@@ -207,8 +204,6 @@ PlanSource = str | os.PathLike[str] | Plan
 
 
 class _CardFacts(TypedDict, total=False):
-    """The keys of a plan's document that a card shows."""
-
     num_layers: int
     rows: tuple[Any, ...]
     made_for: Mapping[str, Any] | None
@@ -295,14 +290,7 @@ def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], d
 
 
 def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_model: str | None) -> str:
-    """Return the text of the model card: Markdown with a header of metadata.
-
-    Args:
-        repo_id: repository of the card.
-        config_text: the configuration in YAML.
-        plan: the document of a plan; its sections ``made_for`` and ``measured`` are shown.
-        base_model: Hub id of the model that the configuration is for.
-    """
+    """Return the text of the model card, in Markdown, with what the document of a plan says of it."""
     model = (
         f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a causal language model"
     )

@@ -357,12 +357,9 @@ def _table(
 ) -> tuple[Any, ...]:
     """Return a list per stage, or a table if any item is a list.
 
-    Args:
-        value: the list or tuple.
-        items: type of the items of a row.
-        shape: shape that the document states; ``None``: only the rows' equal length is checked.
-        bool_rows: whether a row of a table may be true or false.
-        may_be_short: whether a list per stage may leave out the last stages.
+    ``shape``: that which the document states; ``None``: only the rows' equal length is checked.
+    ``bool_rows``: whether a row of a table may be true or false. ``may_be_short``: whether the last stages
+    may be left out.
     """
     faults: list[Fault] = []
     read: Sequence[Any]

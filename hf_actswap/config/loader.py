@@ -378,7 +378,7 @@ def from_string(text: str) -> Document:
 
 
 def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
-    """Read a file, a folder or a Hub id, and nothing else; ``revision``: branch, tag or commit on the Hub."""
+    """Read a file, a folder or a Hub id, and nothing else."""
     if _exists(name):
         return from_path(name)
     hub_id = split_hub_id(name)

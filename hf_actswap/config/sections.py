@@ -36,15 +36,11 @@ _FLAG: TypeAdapter[Any] = TypeAdapter(Flag)
 
 
 class LayerEntry(TypedDict):
-    """An entry of ``layer_swap`` as it is written."""
-
     backward_prefetch: Prefetch
     layers: Layers
 
 
 class OpEntry(TypedDict):
-    """An entry of ``op_swap`` as it is written."""
-
     op_name: OpNames
     backward_prefetch: Prefetch
     layers: Layers
@@ -55,8 +51,6 @@ class _TiledOp(TypedDict):
 
 
 class TileEntry(_TiledOp, total=False):
-    """An entry of ``tile`` as it is written."""
-
     tokens: TileLength
     layers: Layers
 

@@ -136,13 +136,9 @@ AtLeast1 = Annotated[AnyInt, Field(ge=1), Expected("a whole number, at least 1")
 def unknown_key_hint(
     name: str, valid: Sequence[str], also: Sequence[str], homes: Mapping[str, Collection[str]]
 ) -> str:
-    """Return a hint for an unknown key: its section, else the nearest valid name, else all valid names.
+    """Return a hint for an unknown key: its section in ``homes``, else the nearest valid name, else all.
 
-    Args:
-        name: the key.
-        valid: names that are valid there.
-        also: further names that are accepted there.
-        homes: section -> its keys, for a key that stands elsewhere.
+    ``also``: further names that are accepted there.
     """
     home = next((section for section, keys in homes.items() if name in keys), None)
     if home is not None:
@@ -154,9 +150,7 @@ def unknown_key_hint(
 class Findings:
     """Problems and notes about one document, given back in the order of the document.
 
-    Args:
-        document: the mapping that is read; it is never changed.
-        homes: section -> keys that it may hold, for hints about keys that stand elsewhere.
+    ``homes``: section -> keys that it may hold, for hints about keys that stand elsewhere.
     """
 
     def __init__(
@@ -211,7 +205,7 @@ class Findings:
         also: Sequence[str] = (),
         ignored: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Read a mapping key by key; what is returned lacks the keys that could not be read.
+        """Read a mapping (or ``None``) key by key; what is returned lacks the keys that could not be read.
 
         Args:
             path: path of the mapping.
@@ -245,11 +239,9 @@ class Findings:
             self.problem(path, expected if not path else "keys that are text", f"the key {show(key)}", hint)
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return all problems, in the order of the document."""
         return self._in_order(self._problems)
 
     def notes(self) -> tuple[str, ...]:
-        """Return all notes, in the order of the document."""
         return self._in_order(self._notes)
 
     def _in_order(self, found: Sequence[tuple[Path, Any]]) -> tuple[Any, ...]:

@@ -146,7 +146,7 @@ RELEASE_PER_PREFETCH = 3
 
 @dataclass(frozen=True)
 class Windows:
-    """When a swapped tensor moves, in operators (one operator: one autograd node in creation order).
+    """When a swapped tensor moves, in operators (autograd nodes in creation order).
 
     Args:
         prefetch_ops: the copy back starts when backward is this many operators before the first consumer.
@@ -353,11 +353,7 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "") -> MemoryPlan:
-        """Read a plan back.
-
-        Args:
-            text: the plan as JSON.
-            source: name of the file, for the error message.
+        """Read a plan back; ``source``: name of the file, for the error message.
 
         Raises:
             PlanError: the text is no plan, has a newer format version, or is malformed; names every fault.

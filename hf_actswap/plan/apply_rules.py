@@ -61,7 +61,6 @@ class LayerRequests:
     compile_budget: float | None = None
 
     def lines(self, layer: int, swap: bool, recompute_everywhere: bool) -> list[str]:
-        """Return the ``Set ...`` lines of global layer ``layer``."""
         at, on = f"at layer {layer}", "" if swap else " on"
         lines = [f"Set full recompute {at}"] if self.full and not (swap and recompute_everywhere) else []
         for what, ops in (
@@ -129,8 +128,6 @@ def conflict_warnings(
     plan's adjustments.
 
     Args:
-        config: the configuration.
-        num_layers: number of layers of the whole model.
         full_layers: layers recomputed whole.
         layer_swap: layer -> prefetch, for the layers that ``layer_swap`` names.
         op_swap: op name as written -> the layers that it names.
@@ -183,10 +180,8 @@ class RuleApplier:
     """Applies the keys of a configuration to the layers that a model, or a pipeline stage of it, holds.
 
     Args:
-        structure: structure of the model given.
         local: index of each layer in the model given, by its global index.
         num_layers: number of layers of the whole model.
-        swap: whether ``swap_config.swap`` is on.
 
     Attributes:
         fates, requests: what was decided for each layer and what was asked, by global layer index.
@@ -398,9 +393,8 @@ class RuleApplier:
     def keep_inputs(self, lifted: frozenset[int], read: frozenset[int]) -> None:
         """Keep the inputs of recomputed ops on the device (MindFormers, coupling rule 2).
 
-        Args:
-            lifted: layers recomputed whole whose input is swapped all the same (`inputs_to_swap`).
-            read: layers in which the inputs of recomputed ops may be swapped (`ops_read_to_swap`).
+        Not those of ``lifted`` layers (`inputs_to_swap`), nor of ops in the layers ``read``
+        (`ops_read_to_swap`).
         """
         where = "swap_config"
         for layer, fates in self.fates.items():

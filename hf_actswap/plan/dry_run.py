@@ -18,7 +18,7 @@ import logging
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -135,8 +135,6 @@ _IMAGE_SIZE, _FRAMES, _SAMPLES = 224, 1500, 16_000
 """Sizes of examples if the model's configuration gives none: side of an image in pixels, frames of a
 spectrogram, samples of a second of sound."""
 
-_Hooks = MutableMapping[int, Callable[..., Any]]
-
 
 @contextmanager
 def hooks_off(model: nn.Module) -> Iterator[None]:
@@ -145,17 +143,11 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
     The dictionaries stay the same objects, so that handles given out earlier still remove their hooks. A hook
     that the model itself registers meanwhile is removed; `unchanged` removes the mark that it did.
     """
+    # By `vars`: a compiled module answers for the one inside it when asked by name.
+    places = [hooks for module in model.modules() for name in _HOOKS if (hooks := vars(module)[name])]
+    places += [vars(module_hooks)[f"_global{name}"] for name in _HOOKS]
     # By identity: regional compilation makes copies of modules that share their dictionaries.
-    places: dict[int, _Hooks] = {}
-    for module in model.modules():
-        for name in _HOOKS:
-            hooks = vars(module)[name]  # a compiled module answers for the one inside it when asked by name
-            if hooks:
-                places[id(hooks)] = hooks
-    for name in _HOOKS:
-        hooks = vars(module_hooks)[f"_global{name}"]
-        places[id(hooks)] = hooks
-    saved = [(hooks, dict(hooks)) for hooks in places.values()]
+    saved = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks in places}.values()]
     try:
         for hooks, before in saved:
             for number, hook in before.items():
@@ -286,9 +278,9 @@ def check_device(device: torch.device) -> None:
 
 
 def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without a mask that hides no token.
+    """Return the arguments without a mask that hides no token, as transformers, which cannot read a fake one.
 
-    transformers drops such a mask too, but cannot read a fake one. Synchronises with the device once.
+    Synchronises with the device once.
     """
     mask = kwargs.get("attention_mask")
     idle = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool(mask.all())
@@ -304,12 +296,7 @@ def holds_several_sequences(kwargs: Mapping[str, Any]) -> bool:
 
 
 def fake_batch(values: Any, device: torch.device) -> Any:
-    """Return a pytree with plain fake tensors in place of tensors. Call inside `fakes_only`.
-
-    Args:
-        values: any pytree.
-        device: where the fakes of tensors on ``meta`` are.
-    """
+    """Return a pytree with fake tensors in place of tensors, those on ``meta`` on ``device``."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         place, strides = _place(tensor, device), tensor.stride()
@@ -322,17 +309,14 @@ def fake_batch(values: Any, device: torch.device) -> Any:
 def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return fake tensors for the parameters and buffers, by name; tied ones appear once.
 
-    Fakes of parameters count as ``Parameter``, so that autocast's casts of them are recognised. The fake of a
-    sharded or quantised parameter has the whole shape, and the dtype that the parameter computes in; if FSDP2
-    casts parameters when it gathers them, that dtype. A parameter of a class that is no wrapper (packed
-    weights of bitsandbytes) is left out: its module reads more of it than shape and dtype.
+    Call inside `fakes_only`. Fakes of parameters count as ``Parameter``, so that autocast's casts of them are
+    recognised. The fake of a sharded or quantised parameter has the whole shape, and the dtype that the
+    parameter computes in; if FSDP2 casts parameters when it gathers them, that dtype. A parameter of a class
+    that is no wrapper (packed weights of bitsandbytes) is left out: its module reads more of it than shape
+    and dtype.
 
-    Weights that wait on the host while the rest of the model is on an accelerator are taken to be there too:
-    that is where their layer finds them.
-
-    Args:
-        model: any module. Call inside `fakes_only`.
-        device: where the fakes of tensors on ``meta`` are.
+    Fakes of tensors on ``meta`` are on ``device``. Weights that wait on the host while the rest of the model
+    is on an accelerator are taken to be there too: that is where their layer finds them.
     """
     first = next((weight.device for weight in model.parameters() if not weight.is_meta), device)
     weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
@@ -359,11 +343,8 @@ def expert_stand_ins(
 
     Which expert gets which token depends on data, so fake tensors cannot run the experts. Beside their
     grouped matrix products they call the gated activation. The stand-in calls only that, on new tensors.
-
-    Args:
-        layers: the layers in which experts are replaced.
-        ran: called before the activation, with the path of the experts' module inside its layer, the hidden
-            states that it received, and the new tensors: its output, and the two inputs of the activation.
+    Before, it calls ``ran`` with the path of the experts' module inside its layer, the hidden states that it
+    received, and the new tensors: its output, and the two inputs of the activation.
     """
     changed: list[nn.Module] = []
     try:
@@ -408,12 +389,8 @@ def example_batch(
 ) -> dict[str, Any]:
     """Return keyword arguments for a call of a model: ids, pixels or sounds, as it takes them, all zeros.
 
-    Images and sounds have the size that the model's configuration gives: some models reject another.
-
-    Args:
-        model: the model to be called.
-        weights: the model's weights; the batch is on their device.
-        shape: batch size and sequence length.
+    They are on the device of ``weights``, of (batch size, sequence length) ``shape``. Images and sounds have
+    the size that the model's configuration gives: some models reject another.
     """
     config: Any = getattr(model, "config", None)
     weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
@@ -466,13 +443,7 @@ def exchanged(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[
 
     A tensor that is in several places (tied weights, a module at two paths) is replaced in all of them. At
     the end each of these places has the tensor from before, whatever the calls inside have put there.
-
-    Args:
-        module: a module that is called inside the block.
-        named: the tensors to use instead, by one name of each parameter or buffer.
-
-    Raises:
-        AttributeError: the module has no parameter or buffer of a name in ``named``.
+    ``named``: the tensors, by one name of each parameter or buffer.
     """
     instead = {id(_tensor_at(module, name)): tensor for name, tensor in named.items()}
     before = [

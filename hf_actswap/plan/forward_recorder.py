@@ -58,7 +58,6 @@ class TrackedStorage:
         on_device: whether it is on the device whose tensors can move.
         producer: the call that owns it; ``None``: it is unowned, and never moves.
         stays_unowned: whether no call can own it later.
-        uses: every recorded use, in order.
     """
 
     ref: StorageWeakRef | None
@@ -133,13 +132,9 @@ class ForwardRecorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Call ``model`` and record it. Call inside `dry_run.dry_call`.
+        """Call ``model`` (``root``, in which the scopes' paths start, or a module in it) and record it.
 
-        Args:
-            model: the module to call.
-            root: the module in which the scopes' paths start; ``model``, or a module around it.
-            state: the fake weights of ``model``.
-            args, kwargs: arguments of the call, with fake tensors.
+        Call inside `dry_run.dry_call`, with fake weights and arguments.
         """
         self.own(state.values(), None)
         self.own(tree_leaves((args, kwargs)), None)
@@ -148,12 +143,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:
-        """Follow the scopes, and the module path inside each layer, by hooks that are removed at the end.
-
-        Args:
-            root: the module in which the scopes' paths start.
-            wrap: registers the hooks of a module; by default as PyTorch's module hooks.
-        """
+        """Follow the scopes below ``root``, and the module path inside each layer, by hooks."""
         wrap = wrap or _plain_hooks
         with ExitStack() as undo:
             for scope, path in self._scopes.items():
@@ -192,20 +182,12 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> AbstractContextManager[Any]:
         """Return hooks that record what autograd saves.
 
-        Args:
-            hold: pack hook: returns what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
-            restore: unpack hook: returns the tensor.
+        ``hold`` (pack hook) returns what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
         """
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, hold), restore)
 
     def record_opaque_module(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        """Record that a module has run as one op; call this before its outputs are used.
-
-        Args:
-            path: path of the module inside its layer.
-            received: the tensor that it read.
-            outputs: the tensors that it made, each with a storage of its own.
-        """
+        """Record that a module has run as one op; call this before its outputs are used."""
         if self._layer is not None:
             with torch._C.DisableTorchFunction():
                 self._layer.calls((path, 0), [self._find(received)])

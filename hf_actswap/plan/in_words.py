@@ -14,10 +14,7 @@ _MOST_NAMES = 6
 def plan_in_words(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:
     """Return lines such as ``layers 0-2: swap self_attn; recompute input_layernorm.*``; windows are left out.
 
-    Args:
-        plan: the plan.
-        structure: layers and ops of the model, by which ``mlp.*`` is told from some ops of the MLP. ``None``:
-            the ops are listed.
+    By ``structure`` ``mlp.*`` is told from some ops of the MLP; without it the ops are listed.
     """
     scopes_by_words: dict[str, list[Scope]] = {}
     for scope in plan.scopes:

@@ -63,7 +63,6 @@ class PipelineLayout:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
-        """(interleave, stage) of each layer."""
         chunks = [(v, s) for v in range(self.vpp) for s in range(self.pp)]
         return tuple(place for place in chunks for _ in self.chunk(*place))
 
@@ -128,7 +127,6 @@ def build_layout(
 
 
 def _offset_table(offset: Offset, pp: int, vpp: int, where: str) -> tuple[CountTable, list[Problem]]:
-    """Broadcast an offset to [interleave][stage]."""
     if isinstance(offset, int):
         return ((offset,) * pp,) * vpp, []
     rows = [row for row in offset if isinstance(row, tuple)]

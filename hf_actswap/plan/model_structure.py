@@ -169,12 +169,10 @@ class ModelStructure:
 
     @property
     def attention(self) -> Mapping[Scope, frozenset[str]]:
-        """Paths of the attention modules of each layer of any stack."""
         return {layer.index: layer.attention_paths for layer in self.all_layers}
 
     @property
     def modules(self) -> Mapping[Scope, frozenset[str]]:
-        """Paths of the modules of each layer of any stack."""
         return {layer.index: layer.module_paths for layer in self.all_layers}
 
     def with_stacks_of(self, plan: MemoryPlan) -> ModelStructure:
@@ -199,10 +197,9 @@ class ModelStructure:
         for row in plan.rows:
             if row.op_path in ("", OUTPUT) or row.scope not in names:
                 continue
-            if not any(is_below(name, row.op_path) for name in names[row.scope]):
-                scopes = found.setdefault(row.op_path, [])
-                if row.scope not in scopes:
-                    scopes.append(row.scope)
+            scopes = found.get(row.op_path, [])
+            if row.scope not in scopes and not any(is_below(name, row.op_path) for name in names[row.scope]):
+                found[row.op_path] = [*scopes, row.scope]
         return found
 
     def layer_modules(self, root: nn.Module) -> dict[Scope, nn.Module]:
@@ -326,8 +323,7 @@ def _record(
     """Call ``model`` on a small fake example; return the record of each layer, and why the call failed.
 
     The structure holds for every batch. Which tensors are saved depends on the real one, and needs a run of
-    its own (`engine.host_budget`). ``model`` is ``root``, in which the stacks' paths start, or a module in
-    it.
+    its own (`engine.host_budget`). Stacks' paths start in ``root``: ``model``, or a module around it.
     """
     attention: dict[Scope, frozenset[str]] = {
         f"{path}.{index}": _attention_paths(layer)

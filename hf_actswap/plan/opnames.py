@@ -103,13 +103,9 @@ def megatron_names(table: NameTable) -> NameTable:
 
 
 def reference_names(modules: Sequence[str], functions: Sequence[str], cores: Collection[str]) -> NameTable:
-    """Return MindFormers' names for the ops of one layer.
+    """Return MindFormers' names for the ops of one layer; ``cores``: paths of its attention modules.
 
     The order counts: of several siblings that a pattern matches, the reference logs the last.
-
-    Args:
-        modules, functions: paths of the layer's ops, in order.
-        cores: paths of the layer's attention modules.
     """
     return _Names(modules, functions, cores).table()
 
@@ -228,10 +224,8 @@ def function_name(function: Callable[..., Any]) -> str | None:
 class OpStack:
     """Follows one call of one layer and names what happens in it.
 
-    Args:
-        attention: paths inside the layer of its attention modules. From the first matrix product or softmax
-            called directly by such a module until its next submodule or communication runs, everything is its
-            attention core.
+    From the first matrix product or softmax called directly by a module of ``attention`` (paths inside the
+    layer) until its next submodule or communication runs, everything is its attention core.
     """
 
     def __init__(self, attention: frozenset[str]) -> None:
@@ -242,7 +236,6 @@ class OpStack:
 
     @property
     def module(self) -> str:
-        """Path of the innermost running module; ``""`` is the layer itself."""
         return self._modules[-1] if self._modules else ""
 
     def enter(self, path: str) -> None:

@@ -91,14 +91,11 @@ class Use:
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """First byte, and byte after the last, that the view can reach."""
         return self.start_bytes, self.stop_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """One storage and its uses in order."""
-
     size_bytes: Bytes
     uses: tuple[Use, ...]
 

@@ -204,10 +204,6 @@ def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tupl
     """Return the entries that name ops or layers of the decoder, the strongest first (MindFormers' order).
 
     Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``.
-
-    Args:
-        config: a configuration that `resolve_plan` accepts.
-        structure: structure of the whole model.
     """
     swap = config.swap_config
     written = swap.op_swap is not None or swap.layer_swap is not None
@@ -451,7 +447,6 @@ class _Resolution:
         return form, () if problems else self._layers_of(form)
 
     def _budgets(self) -> dict[int, float]:
-        """Return global layer -> activation memory budget of its compiled region."""
         value, layers = self._config.recompute_config.compile_budget, self._layout.num_layers
         if value is None:
             return {}

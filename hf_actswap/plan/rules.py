@@ -79,7 +79,6 @@ class LayerFates:
 
     @property
     def selects(self) -> bool:
-        """Whether ops of the layer are recomputed, and not the layer whole."""
         return bool(self.recompute_roots) and "" not in self.recompute_roots
 
     def swap(self, path: str, windows: Windows | None) -> None:
@@ -121,7 +120,6 @@ class LayerFates:
         return hit
 
     def keep_call(self, path: str, ordinal: int | None) -> None:
-        """Do not recompute ``path``, or only one call of it."""
         if ordinal is None:
             self.exclude(path)
         else:
@@ -308,7 +306,6 @@ class LayerNames:
         self._trees = _tree_of_table(self.reference), _tree_of_ops(layer), _tree_of_table(megatron)
 
     def match(self, op_path: str) -> list[Match]:
-        """Return the ops that ``op_path`` names, in the reference's order; empty if it names none."""
         segments = split_op_path(op_path)
         found = [list(_walk(tree, segments, "")) for tree in self._trees]
         with_targets = (matches for matches in found if any(match.targets for match in matches))

@@ -47,12 +47,7 @@ RUN_AGAIN = ("recompute", "re-gather")
 
 @dataclass(frozen=True, eq=False)
 class RecomputedModules:
-    """The index of one plan.
-
-    Args:
-        plan: the plan.
-        modules: paths of the modules of each layer (``""`` is the layer itself).
-    """
+    """The index of one plan; ``modules``: paths of the modules of each layer (``""`` is the layer itself)."""
 
     plan: MemoryPlan
     modules: Mapping[Scope, frozenset[str]]
@@ -93,14 +88,12 @@ class RecomputedModules:
         return self.scopes_with_op_rows.intersection(again, self.modules)
 
     def row(self, call: OpCall) -> PlanRow | None:
-        """Return the row that decides what ``call`` produces."""
         if call not in self._rows:
             scope, path, ordinal = call
             self._rows[call] = None if scope is None else self.plan.row(scope, path, ordinal)
         return self._rows[call]
 
     def is_root(self, scope: Scope | None, path: str) -> bool:
-        """Whether a module is run again as one."""
         return scope is not None and path in self.roots.get(scope, ())
 
     def root(self, scope: Scope | None, path: str) -> str | None:
@@ -180,11 +173,10 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The storages that one forward saves or passes on, without weights and tensors from outside the layers.
+    """The storages that one forward saves or passes on, in the order of their first use, and each layer's
+    modules.
 
-    Args:
-        storages: the storages, in the order of their first use.
-        modules: paths of the modules of each layer (``""`` is the layer itself).
+    Without weights and tensors from outside the layers.
     """
 
     storages: tuple[SavedStorage, ...]
@@ -346,8 +338,7 @@ def _rebuilds(source: OpCall, use: Use, call: OpCall, returned: OpCall | None) -
 def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:
     """Yield the results that recomputed modules hold, so that kept and swapped ops inside do not run again.
 
-    Yields:
-        Number of the storage, and the use at which the op's call returns it.
+    As number of the storage, and the use at which the op's call returns it.
     """
     uses = [use for storage in saved.storages for use in storage.uses]
     ends = {use.at[:2]: use.order for use in uses if use.kind == "returned" and use.at[2] is None}

@@ -125,12 +125,8 @@ def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | Non
     """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
 
     The rules are applied until none changes anything: an op may have relied on the recomputation of another
-    that is now kept, and ops inside a module that is now kept are judged one by one.
-
-    Args:
-        plan: plan for the model.
-        structure: structure of the model.
-        saved: what the forward that starts will save; ``None``: unknown, and nothing is judged by it.
+    that is now kept, and ops inside a module that is now kept are judged one by one. ``saved``: what the
+    forward that starts will save; ``None``: unknown, and nothing is judged by it.
     """
     found = keep_what_is_overwritten(plan, structure)
     if saved is None:

@@ -76,7 +76,7 @@ _OVER_LAST_DIMENSIONS = _names("native_layer_norm _fused_rms_norm rms_norm")
 def checked_tiles(
     model: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, parts: int = 1
 ) -> dict[Tile, int]:
-    """Return, for each tile, into how many parts the ranks divide the tokens of its output (1: not divided).
+    """Return, for each tile, into how many of the ``parts`` the ranks divide the tokens of its output.
 
     Args:
         model: the model, without its wrappers.
@@ -114,12 +114,7 @@ _NOT_CALLED = "a module that the model does not call"
 
 @dataclass
 class _ModuleFindings:
-    """What the calls of a module show.
-
-    Args:
-        mixing: the op that mixes tokens in it, in words; empty: none does.
-        parts: into how many parts the ranks divide the tokens of its output.
-    """
+    """The op that mixes tokens in a module, in words (empty: none), and the parts of its output's tokens."""
 
     mixing: str = _NOT_CALLED
     parts: int = 1
@@ -235,10 +230,7 @@ class _Sizes:
 
 
 class _Ops(TorchDispatchMode):
-    """Watches the ops of a call; ``mixing`` says in words what the first op that mixes tokens does.
-
-    ``held``: storages of the call's arguments, weights and buffers.
-    """
+    """Watches the ops of a call; ``mixing`` says in words what the first op that mixes tokens does."""
 
     def __init__(self, sizes: _Sizes, held: set[int | None]) -> None:
         super().__init__()
@@ -335,13 +327,7 @@ def tile_ladder(
     """Yield (``tile_config``, plan) with more and more of the model in tiles (``auto``).
 
     What the user wrote stays: ``loss``, also ``off``, entries of ``tile``, and every fate. Tiles that would
-    replace a written fate are left out, as are modules that mix tokens.
-
-    Args:
-        config: what the user wrote.
-        model: the model, without its wrappers.
-        structure: structure of the model.
-        parts: number of ranks of the tensor-parallel group, which may divide the sequence.
+    replace a written fate are left out, as are modules that mix tokens. Arguments as of `checked_tiles`.
     """
     last = resolve_plan(config, structure)
     rows = last.rows
@@ -390,5 +376,4 @@ def _norms(structure: ModelStructure) -> tuple[str, ...]:
 
 
 def tile_names(tiles: Iterable[Tile]) -> str:
-    """Return the names of the ops that run in tiles, each once."""
     return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

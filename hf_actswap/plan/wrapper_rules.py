@@ -134,10 +134,7 @@ def problems_of_checkpointing(
 ) -> list[Problem]:
     """Return the requests of a plan that cannot be carried out with gradient checkpointing switched on.
 
-    Args:
-        layers: layers of the model, by scope (`ModelStructure.layer_modules`).
-        plan: the plan to be applied to the model.
-        compiled: whether the model is compiled as a whole, so that rows name no layer in particular.
+    ``compiled``: whether the model is compiled as a whole, so that rows name no layer in particular.
     """
     on = [scope for scope, layer in layers.items() if is_checkpointed(layer)]
     if not on or not plan.rows:

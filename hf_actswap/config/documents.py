@@ -30,18 +30,7 @@ from pydantic import TypeAdapter, ValidationError, WrapValidator
 from typing_extensions import TypedDict
 
 from ..errors import ActSwapError, Problem
-from .validation import (
-    NOTHING,
-    AnyFloat,
-    Expected,
-    Flag,
-    Path,
-    Whole,
-    faults_of,
-    rejected,
-    show,
-    where,
-)
+from .validation import NOTHING, AnyFloat, Expected, Flag, Path, Whole, faults_of, rejected, show, where
 from .yaml_text import MAX_LEVELS
 
 MAX_PROBLEMS = 50

@@ -24,23 +24,13 @@ from .keys import (
     TARGET_MEMORY_BYTES,
 )
 from .layer_values import OpSelection
-from .schema import (
-    GIB,
-    MIB,
-    MemoryConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    StreamConfig,
-    SwapConfig,
-    Text,
-)
+from .schema import GIB, MIB, MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, Text
 from .sections import types_of
 from .validation import AnyInt, AtLeast1, Expected, Findings, Flag, Path, one_of, where
 
 _LARGEST_BYTES = 2**53  # up to which a number of bytes is a number of GiB without rounding
 _PRODUCT = re.compile(r"\s*\d{1,18}(?:\s*\*\s*\d{1,18}){1,8}\s*")
 _PREFERENCES = {"BETTER_PERFORMANCE": "performance", "BETTER_MEMORY_SAVING": "memory_saving"}
-_ENUM = "SwapPolicyPref."
 
 
 def _product_hint(value: object) -> str:
@@ -60,7 +50,7 @@ _AnyBytes = Annotated[
 
 
 def _without_enum(value: Any) -> Any:
-    return value.removeprefix(_ENUM) if isinstance(value, str) else value
+    return value.removeprefix("SwapPolicyPref.") if isinstance(value, str) else value
 
 
 _Gib = AfterValidator(lambda size_bytes: size_bytes / GIB)
@@ -75,7 +65,9 @@ class MindSpeedSettings(TypedDict, total=False):
         Literal["BETTER_PERFORMANCE", "BETTER_MEMORY_SAVING"],
         one_of(*_PREFERENCES),
         AfterValidator(_PREFERENCES.__getitem__),
-        BeforeValidator(_without_enum),
+        BeforeValidator(
+            lambda value: value.removeprefix("SwapPolicyPref.") if isinstance(value, str) else value
+        ),
     ]
     target_mode: Flag
     target_memory: Annotated[_Bytes, _Gib]

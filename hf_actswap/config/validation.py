@@ -77,10 +77,6 @@ def _found(value: object) -> str:
     return f"an empty {'text' if isinstance(value, str) else 'list'}" if empty else show(value)
 
 
-def _no_hint(value: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Expected:
     """What a value must be, in words: the message for whatever its type rejects.
@@ -90,7 +86,7 @@ class Expected:
     """
 
     text: str
-    hint: Callable[[Any], str] = _no_hint
+    hint: Callable[[Any], str] = lambda _value: ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         branches = [item for item in get_args(source) if item is not NoneType]

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import ActSwapConfig, split_op_path
-from ..config.schema import Layers, LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
+from ..config import ActSwapConfig, Layers, split_op_path
+from ..config.schema import LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
 from ..errors import Problem
 from .actions import Adjustment, PlanRow, Scope, Tile, Windows
 from .layout import format_formative

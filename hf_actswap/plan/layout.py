@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from ..config.schema import LayerCounts, Layers, Offset, OpSelection, ParallelConfig
+from ..config import LayerCounts, Layers, Offset, OpSelection, ParallelConfig
 from ..errors import Problem
 
 CountTable = tuple[tuple[int, ...], ...]

@@ -16,13 +16,7 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
-from .apply_rules import (
-    RuleApplier,
-    Selection,
-    conflict_warnings,
-    formative_lines,
-    same_ops,
-)
+from .apply_rules import RuleApplier, Selection, conflict_warnings, formative_lines, same_ops
 from .layout import (
     PipelineLayout,
     build_layout,
@@ -81,7 +75,8 @@ def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | 
             stack = _stack_called(name, structure, named)
             plans.append(_of_other_stack(name, stack, _resolve_stack(rules, stack, None)))
         except PlanError as error:
-            problems += (_at_stack(name, item) for item in error.problems)
+            for item in error.problems:
+                problems.append(replace(item, where=f"stacks.{name}.{item.where}".rstrip(".")))
     if problems:
         raise PlanError(problems, config.source)
     kept = [stack for stack in structure.stacks if stack.path not in named]
@@ -114,11 +109,6 @@ def _stack_called(name: str, structure: ModelStructure, named: dict[str, str]) -
     hint = outside if _has_words(structure.path, name) else ""
     expected = f"one stack of layers beside the decoder's ({', '.join(paths) or 'this model has none'})"
     raise PlanError([Problem("", expected, found, hint)])
-
-
-def _at_stack(name: str, problem: Problem) -> Problem:
-    place = f"stacks.{name}"
-    return replace(problem, where=f"{place}.{problem.where}" if problem.where else place)
 
 
 def _has_words(path: str, name: str) -> bool:
@@ -339,7 +329,8 @@ class _Resolution:
         elif self._structure.compiled:
             reason = "a head outside of compiled code (compile the layers, not the model)"
         if reason and loss != "auto":
-            self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
+            written = f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
+            self._problems.append(Problem("tile_config.loss", reason, written))
         if reason:
             self._applier.adjustment("tile_config.loss", "head", "auto", "off", f"it needs {reason}")
             return ()
@@ -499,10 +490,6 @@ class _Resolution:
                             f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
                         )
         return dropped
-
-
-def _written_tile(loss: Any) -> str:
-    return f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
 
 
 def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) -> list[Adjustment]:

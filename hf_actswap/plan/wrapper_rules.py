@@ -25,7 +25,6 @@ from .wrappers import checkpointing_argument, is_checkpointed
 
 _ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
-_BY_LAYER = "Write layer_swap for these layers, or do not compile them."
 _HOW_TO_COMPILE = (
     "Compile the layers first, one by one: `layer.compile()`, or regional compilation "
     "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
@@ -54,8 +53,14 @@ def default_as_layer_swap(
 
 def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
     """Return requests that compiled layers cannot carry out, and compile budgets of other layers."""
-    problems = _problems_of_budgets(plan, structure)
+    problems = []
     compiled = {layer.index for layer in structure.all_layers if layer.compiled}
+    budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters} - compiled
+    if without := [layer.index for layer in structure.all_layers if layer.index in budgeted]:
+        one_by_one = f"layers {format_scopes(without)} not compiled"
+        found = "a model compiled whole" if structure.compiled else one_by_one
+        where = "recompute_config.compile_budget"
+        problems.append(Problem(where, _ONE_BY_ONE, found, _HOW_TO_COMPILE))
     compiled |= {layer.index for layer in structure.layers if structure.compiled}
     named = [
         row
@@ -65,7 +70,8 @@ def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
     swapped = {row.op_path for row in named if row.fate != "recompute" or structure.compiled}
     if swapped:
         found = ", ".join(sorted(swapped))
-        problems.append(Problem("plan", "whole layers where layers are compiled", found, _BY_LAYER))
+        hint = "Write layer_swap for these layers, or do not compile them."
+        problems.append(Problem("plan", "whole layers where layers are compiled", found, hint))
     elif not structure.compiled:
         problems += _problems_of_tags(named, structure)
     if structure.compiled:
@@ -83,16 +89,6 @@ def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
         found = f"{format_scopes(set(lost))} inside compiled code"
         problems.append(Problem("stacks", _ONE_BY_ONE, found, _REGIONAL))
     return problems
-
-
-def _problems_of_budgets(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
-    budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters}
-    budgeted -= {layer.index for layer in structure.all_layers if layer.compiled}
-    without = [layer.index for layer in structure.all_layers if layer.index in budgeted]
-    if not without:
-        return []
-    what = "a model compiled whole" if structure.compiled else f"layers {format_scopes(without)} not compiled"
-    return [Problem("recompute_config.compile_budget", _ONE_BY_ONE, what, _HOW_TO_COMPILE)]
 
 
 def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Problem]:

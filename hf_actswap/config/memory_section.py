@@ -65,9 +65,7 @@ class MindSpeedSettings(TypedDict, total=False):
         Literal["BETTER_PERFORMANCE", "BETTER_MEMORY_SAVING"],
         one_of(*_PREFERENCES),
         AfterValidator(_PREFERENCES.__getitem__),
-        BeforeValidator(
-            lambda value: value.removeprefix("SwapPolicyPref.") if isinstance(value, str) else value
-        ),
+        BeforeValidator(_without_enum),
     ]
     target_mode: Flag
     target_memory: Annotated[_Bytes, _Gib]

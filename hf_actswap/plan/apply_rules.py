@@ -115,7 +115,6 @@ def _entry(rule: LayerSwapRule | OpSwapRule) -> str:
 
 def conflict_warnings(
     config: ActSwapConfig,
-    num_layers: int,
     full_layers: Sequence[int],
     layer_swap: Mapping[int, Prefetch],
     op_swap: Mapping[str, Sequence[int]],
@@ -136,29 +135,22 @@ def conflict_warnings(
     recompute = config.recompute_config.recompute
     if recompute is True:
         return [ALL_SWAP_LOST] if (layer_swap or op_swap) and not swaps else []
-    warnings = [_lost("All", layer) for layer in full_layers if layer in layer_swap]
+    warnings = [_lost("All", f"layer {layer}") for layer in full_layers if layer in layer_swap]
     for name, layers in op_swap.items():
-        warnings += [_lost(name, layer) for layer in full_layers if layer in layers]
+        warnings += [_lost(name, f"layer {layer}") for layer in full_layers if layer in layers]
     select = config.recompute_config.select_recompute
     for pattern, value in select.items() if isinstance(select, dict) else ():
         if value is True:
-            warnings.append(
-                f"{pattern} operator in all layers that is enabled swap do not work! "
-                "Because it is enabled recompute."
-            )
-            continue
-        chosen = [] if isinstance(value, bool) else [layer for layer in value if type(layer) is int]
-        swapped = [
-            layer for layer in range(num_layers) if layer in layer_swap or layer in op_swap.get(pattern, ())
-        ]
-        warnings += [_lost(pattern, layer) for layer in chosen if layer in swapped]
+            warnings.append(_lost(pattern, "all layers"))
+        elif value:
+            swapped = {*layer_swap, *op_swap.get(pattern, ())}
+            chosen = (layer for layer in value if type(layer) is int and layer in swapped)
+            warnings += [_lost(pattern, f"layer {layer}") for layer in chosen]
     return warnings
 
 
-def _lost(name: str, layer: int) -> str:
-    return (
-        f"{name} operator in layer {layer} that is enabled swap do not work! Because it is enabled recompute."
-    )
+def _lost(name: str, where: str) -> str:
+    return f"{name} operator in {where} that is enabled swap do not work! Because it is enabled recompute."
 
 
 RESULT_IS_SMALLER = (
@@ -202,17 +194,25 @@ class RuleApplier:
         self._communicates = any(fates.layer.communications for fates in self.fates.values())
 
     def apply_layer_swap(self, rules: Iterable[LayerSwapRule]) -> dict[int, Prefetch]:
+        chosen = self._first_of("layer_swap", "", enumerate(rules))
+        for layer, prefetch in chosen.items():
+            if layer in self.fates:
+                self.fates[layer].swap("", _windows(prefetch))
+                self.requests[layer].layer_swap = prefetch
+        return chosen
+
+    def _first_of(
+        self, key: str, op_path: str, rules: Iterable[tuple[int, LayerSwapRule | OpSwapRule]]
+    ) -> dict[int, Prefetch]:
+        """Return the prefetch of the layers that rules name: of the first entry that names a layer."""
+        reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
         chosen: dict[int, Prefetch] = {}
-        for index, rule in enumerate(rules):
-            where = f"swap_config.layer_swap[{index}]"
+        for index, rule in rules:
+            where, asked = f"swap_config.{key}[{index}]", rule.backward_prefetch
             for layer in self._layers(rule.layers, f"{where}.layers"):
-                if layer in chosen:
-                    self._lose_to_first(where, "", layer, rule.backward_prefetch, chosen[layer])
-                    continue
-                chosen[layer] = rule.backward_prefetch
-                if layer in self.fates:
-                    self.fates[layer].swap("", _windows(rule.backward_prefetch))
-                    self.requests[layer].layer_swap = rule.backward_prefetch
+                first = chosen.setdefault(layer, asked)
+                if first != asked:
+                    self.adjustment(where, op_path, f"backward_prefetch {asked}", str(first), reason, layer)
         return chosen
 
     def apply_op_swap(self, rules: Iterable[OpSwapRule]) -> dict[str, list[int]]:
@@ -222,24 +222,15 @@ class RuleApplier:
             groups.setdefault(rule.op_name, []).append((index, rule))
         named: dict[str, list[int]] = {}
         for op_name, group in groups.items():
-            chosen: dict[int, tuple[str, Prefetch]] = {}
-            for index, rule in group:
-                where = f"swap_config.op_swap[{index}]"
-                for layer in self._layers(rule.layers, f"{where}.layers"):
-                    if layer in chosen:
-                        self._lose_to_first(where, op_name, layer, rule.backward_prefetch, chosen[layer][1])
-                    else:
-                        chosen[layer] = (where, rule.backward_prefetch)
+            chosen = self._first_of("op_swap", op_name, group)
             named[op_name] = sorted(chosen)
             where = f"swap_config.op_swap[{group[0][0]}].op_name"
             for layer, matches in self.matches(op_name, chosen, where):
-                _, prefetch = chosen[layer]
-                windows = _windows(prefetch)
                 for match in matches:
                     for target in match.targets:
-                        self.fates[layer].swap(target, windows)
+                        self.fates[layer].swap(target, _windows(chosen[layer]))
                     if match.logged:
-                        self.requests[layer].op_swap.append((match.name, prefetch))
+                        self.requests[layer].op_swap.append((match.name, chosen[layer]))
         return named
 
     def apply_select(self, table: Selection, full: tuple[int, ...]) -> None:
@@ -455,11 +446,6 @@ class RuleApplier:
             found = ", ".join(map(str, outside))
             self.problems.append(Problem(where, f"layers from 0 to {last}", found))
         return list(self.layers_named(layers))
-
-    def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
-        reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
-        if asked != got:
-            self.adjustment(where, op_path, f"backward_prefetch {asked}", str(got), reason, layer)
 
     def adjustment(
         self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None = None

@@ -234,8 +234,8 @@ class _Resolution:
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         warnings: list[str] = []
         if self._swap:
-            swaps, layers = any(row.fate == "swap" for row in rows), self._layout.num_layers
-            warnings = conflict_warnings(self._config, layers, full, swapped_layers, swapped_ops, swaps)
+            swaps = any(row.fate == "swap" for row in rows)
+            warnings = conflict_warnings(self._config, full, swapped_layers, swapped_ops, swaps)
         min_tensor, host_memory = memory.min_tensor_mib, memory.host_memory_gib
         return MemoryPlan(
             rows=rows,

@@ -13,15 +13,11 @@ This package depends on neither torch nor a model, so errors are reported before
 
 from __future__ import annotations
 
-from .layer_values import split_op_path
+from .layer_values import LayerCounts, Layers, Offset, OpSelection, split_op_path
 from .loader import ActSwapConfig, load_config
 from .schema import (
-    LayerCounts,
-    Layers,
     LayerSwapRule,
     MemoryConfig,
-    Offset,
-    OpSelection,
     OpSwapRule,
     OpTileRule,
     ParallelConfig,

@@ -30,19 +30,7 @@ from pydantic import TypeAdapter, ValidationError, WrapValidator
 from typing_extensions import TypedDict
 
 from ..errors import ActSwapError, Problem
-from .validation import (
-    NOTHING,
-    AnyFloat,
-    Expected,
-    Flag,
-    Path,
-    Whole,
-    faults_of,
-    rejected,
-    rejected_again,
-    show,
-    where,
-)
+from .validation import NOTHING, AnyFloat, Expected, Flag, Path, Whole, faults_of, rejected, show, where
 from .yaml_text import MAX_LEVELS
 
 MAX_PROBLEMS = 50
@@ -80,22 +68,15 @@ _PLAIN: Types = {
 
 
 def is_share(value: Any) -> bool:
-    """Whether a value is a number from 0 to 1."""
     return type(value) in (int, float) and 0 <= value <= 1
 
 
 def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str = "") -> str:
-    """Read a file in UTF-8.
-
-    Args:
-        path: path of the file.
-        max_bytes: the largest size that is accepted.
-        error: class of the exception for a file that is longer, or no text.
-        source: name of the file in that exception; by default its path.
+    """Read a file in UTF-8 of at most ``max_bytes``.
 
     Raises:
         OSError: it cannot be read.
-        ActSwapError: of the class ``error``: it is longer than ``max_bytes``, or not UTF-8.
+        ActSwapError: of the class ``error``: it is longer, or not UTF-8. It names ``source``, or the path.
     """
     with open(path, "rb") as file:
         raw = file.read(max_bytes + 1)
@@ -109,11 +90,7 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str 
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, whole or not at all: the old content stays until the new text is on the disk.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of the attempt.
-    """
+    """Write a file, whole or not at all: the old content stays until the new text is on the disk."""
     target = FilePath(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -134,11 +111,8 @@ class JsonDocument:
     Args:
         text: the document as JSON.
         name: name of the document; the places in messages begin with it.
-        error: class of the exception that is raised.
+        error: class of the exception that is raised, also at once: the text is no JSON or no mapping.
         source: where the text is from, for messages.
-
-    Raises:
-        ActSwapError: of the class ``error``: the text is no JSON, no mapping, or too deeply nested.
     """
 
     def __init__(self, text: str, name: str, error: type[ActSwapError], source: str = "") -> None:
@@ -165,11 +139,8 @@ class JsonDocument:
     def read(self, kind: Any, key: str | None = None, types: Types | None = None, rows: Any = ()) -> Any:
         """Return the value of a key (``None``: the document itself) as a type; `finish` raises if it is not.
 
-        Args:
-            kind: the declared type.
-            key: key of the document.
-            types: declared types that are read as others.
-            rows: dataclasses that are lists of their fields' values.
+        ``types``: declared types that are read as others. ``rows``: dataclasses that are lists of fields'
+        values.
         """
         value = self.content if key is None else self.content.get(key, NOTHING)
         return self._read(form_of(kind, types, rows), () if key is None else (key,), value)
@@ -185,15 +156,10 @@ class JsonDocument:
         return found
 
     def fault(self, path: Path, expected: str, value: Any, hint: str = "") -> None:
-        """Note that something else was expected at a path in the document."""
         self._note(path, expected, show(value), hint)
 
     def finish(self) -> None:
-        """Raise if any problem was noted.
-
-        Raises:
-            ActSwapError: of the document's class, with all problems (at most `MAX_PROBLEMS`).
-        """
+        """Raise the document's error if any problem was noted, with at most `MAX_PROBLEMS`."""
         if self._problems:
             raise self._error(self._problems, self._source)
 
@@ -222,24 +188,22 @@ class _Form:
         self._types, self._rows = {**_PLAIN, **types}, rows
 
     def of(self, kind: Any) -> Any:
-        """Return the type as which values of ``kind`` are read."""
         if kind in self._types:
             return self._types[kind]
         origin, parts = get_origin(kind), get_args(kind)
         if origin is Annotated:
             return Annotated[(form_of(parts[0]), *parts[1:])]
         if origin is Literal:
-            words = [*map(str, parts)]
-            return Annotated[kind, Expected(" or ".join(filter(None, (", ".join(words[:-1]), words[-1]))))]
+            *others, last = map(str, parts)
+            return Annotated[kind, Expected(f"{', '.join(others)} or {last}" if others else last)]
         if origin in (Union, UnionType):
             branches = [NoneType if part is NoneType else self.of(part) for part in parts]
             words = [_words(branch) for branch in branches]
             joined: Any = Union[tuple(branches)]  # noqa: UP007 - of a tuple
             return Annotated[joined, Expected(" or ".join(words))] if all(words) else joined
         if origin in (tuple, frozenset):
-            expected = f"a list of {len(parts)} values"
-            if origin is frozenset or parts[-1] is ...:
-                expected = "a list"
+            any_length = origin is frozenset or parts[-1] is ...
+            expected = "a list" if any_length else f"a list of {len(parts)} values"
             inner = tuple(part if part is ... else self.of(part) for part in parts)
             return Annotated[origin[inner], Expected(expected)]
         if origin is Mapping:
@@ -268,23 +232,22 @@ class _Form:
             try:
                 made = of_members(found)
             except ValidationError as error:
-                raise rejected_again(error, value, *faults) from None
+                raise rejected(value, *faults, again=error) from None
             if faults:
                 raise rejected(value, *faults)
             try:
                 return value if is_typeddict(kind) else kind(**made)
             except ValueError as error:  # what the class itself rejects
-                raise rejected(
-                    value, ((), f"what makes a {kind.__name__}", show(value), str(error))
-                ) from None
+                fault = (), f"what makes a {kind.__name__}", show(value), str(error)
+                raise rejected(value, fault) from None
 
         return Annotated[form, WrapValidator(check)]
 
 
 def _needed(kind: Any) -> Collection[str]:
+    """Return the fields or keys of a class that a document must hold."""
     if is_typeddict(kind):
-        required: frozenset[str] = kind.__required_keys__
-        return required
+        return set(kind.__required_keys__)
     return {item.name for item in fields(kind) if item.default is item.default_factory is MISSING}
 
 

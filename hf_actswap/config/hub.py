@@ -1,8 +1,7 @@
 """Downloads configurations and plans from the Hugging Face Hub, saves them in folders and publishes them.
 
 A file on the Hub may have been written by anybody: its size is checked before it is downloaded. What is
-published has a model card, which says what the configuration is, how to use it and what its plan was measured
-on.
+published has a model card: what the configuration is, how to use it, what its plan was measured on.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ def split_hub_id(text: str) -> tuple[str, str | None] | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a full commit hash, whose content never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -125,17 +123,22 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
         max_bytes: the largest size that is downloaded.
 
     Raises:
-        OSError: with one line that says why, whatever the failure: no such repository, revision or file, no
-            access, no network and no copy in the cache, a file that is too long.
+        OSError: says why in one line: no such repository, revision or file, no access, no network and no copy
+            in the cache, a file that is too long.
     """
     if options.local_files_only or is_commit(revision):
         cached = _cached(repo_id, file_name, revision, options)
         if cached is not None:
             return cached
         if options.local_files_only:
-            raise OSError(f"local_files_only, and {_what(repo_id, file_name, revision)} is not in the cache")
+            what = f"{file_name} of {repo_id}" + (f" at {revision}" if revision else "")
+            raise OSError(f"local_files_only, and {what} is not in the cache")
     try:
-        _ask_first(repo_id, file_name, revision, options, max_bytes)
+        url = huggingface_hub.hf_hub_url(repo_id, file_name, revision=revision)
+        size = huggingface_hub.get_hf_file_metadata(url, token=options.token).size
+        if size is None or size > max_bytes:
+            found = "no size" if size is None else f"{size:,} bytes"
+            raise _Rejected(f"{file_name} of {repo_id} has {found}, and at most {max_bytes:,} bytes are read")
         path = huggingface_hub.hf_hub_download(
             repo_id, file_name, revision=revision, token=options.token, cache_dir=options.cache_dir
         )
@@ -155,17 +158,6 @@ class _Rejected(OSError):
     """The Hub offers a file that is too long."""
 
 
-def _ask_first(
-    repo_id: str, file_name: str, revision: str | None, options: HubOptions, max_bytes: int
-) -> None:
-    """Check the size of a file before its download."""
-    url = huggingface_hub.hf_hub_url(repo_id, file_name, revision=revision)
-    found = huggingface_hub.get_hf_file_metadata(url, token=options.token)
-    if found.size is None or found.size > max_bytes:
-        size = "no size" if found.size is None else f"{found.size:,} bytes"
-        raise _Rejected(f"{file_name} of {repo_id} has {size}, and at most {max_bytes:,} bytes are read")
-
-
 def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOptions) -> HubFile | None:
     try:
         path = huggingface_hub.hf_hub_download(
@@ -177,12 +169,8 @@ def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOpti
 
 
 def _in_cache(path: str, repo_id: str, revision: str | None) -> HubFile:
-    """Return a file of the cache, which is ``<repository>/snapshots/<commit>/<file>``."""
+    # Files of the cache are ``<repository>/snapshots/<commit>/<file>``.
     return HubFile(str(path), repo_id, revision, Path(path).parent.name)
-
-
-def _what(repo_id: str, file_name: str, revision: str | None) -> str:
-    return f"{file_name} of {repo_id}" + (f" at {revision}" if revision else "")
 
 
 def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None) -> str:
@@ -206,77 +194,7 @@ def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None
     return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {line.rstrip('.')})"
 
 
-@dataclass(frozen=True)
-class PushOptions:
-    """Options of an upload; the names are those of transformers' ``push_to_hub``.
-
-    Args:
-        private: whether a new repository is private; ``None``: the default of its organisation.
-        token: as in `HubOptions`.
-        revision: branch to commit to, created if it does not exist; ``None``: the default branch.
-        create_pr: whether a pull request is opened instead.
-        commit_message: first line of the commit; ``None``: one that names the files.
-        commit_description: text below that line.
-    """
-
-    private: bool | None = None
-    token: str | bool | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    commit_message: str | None = None
-    commit_description: str | None = None
-
-
-def upload(repo_id: str, files: Mapping[str, str], options: PushOptions, card_mark: str) -> str:
-    """Publish files in one commit; the repository is created if it does not exist.
-
-    Args:
-        repo_id: ``org/name``, or ``name`` for a repository of the user.
-        files: name -> text. A ``README.md`` is left out if the repository has one without ``card_mark``.
-        options: options of the upload.
-        card_mark: text by which a card of this library is recognised.
-
-    Returns:
-        The address of the commit (a `huggingface_hub.CommitInfo`).
-
-    Raises:
-        OSError: no access or no network: the client's errors, which say what to do.
-    """
-    api = huggingface_hub.HfApi(token=options.token)
-    repo_id = api.create_repo(repo_id, private=options.private, exist_ok=True).repo_id
-    if options.revision is not None and not options.revision.startswith("refs/"):
-        api.create_branch(repo_id, branch=options.revision, exist_ok=True)
-    chosen = dict(files)
-    if "README.md" in files and _has_other_card(api, repo_id, options, card_mark):
-        logger.info("%s has a README.md of its own, which is left as it is.", repo_id)
-        del chosen["README.md"]
-    return api.create_commit(
-        repo_id,
-        operations=[
-            huggingface_hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=text.encode("utf-8"))
-            for name, text in chosen.items()
-        ],
-        commit_message=options.commit_message or f"Upload {', '.join(sorted(chosen))}",
-        commit_description=options.commit_description,
-        revision=options.revision,
-        create_pr=options.create_pr,
-    )
-
-
-def _has_other_card(api: huggingface_hub.HfApi, repo_id: str, options: PushOptions, card_mark: str) -> bool:
-    if not api.file_exists(repo_id, "README.md", revision=options.revision):
-        return False
-    how = HubOptions(token=options.token)
-    try:
-        found = fetch(repo_id, "README.md", options.revision, how, max_bytes=1024 * 1024)
-        return card_mark not in Path(found.path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-
-
 class Plan(Protocol):
-    """The methods of a plan that this package uses."""
-
     def to_json(self) -> str:
         """Return the plan as JSON."""
 
@@ -286,8 +204,6 @@ PlanSource = str | os.PathLike[str] | Plan
 
 
 class _CardFacts(TypedDict, total=False):
-    """The keys of a plan's document that a card shows."""
-
     num_layers: int
     rows: tuple[Any, ...]
     made_for: Mapping[str, Any] | None
@@ -295,12 +211,6 @@ class _CardFacts(TypedDict, total=False):
 
 
 def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | None) -> None:
-    """Write ``actswap_config.yaml``, and ``plan.json`` if a plan is given, into a folder; create the folder.
-
-    Raises:
-        ConfigError: ``plan`` is no plan.
-        OSError: the folder cannot be written.
-    """
     files, _ = _files(config_text, plan)
     os.makedirs(folder, exist_ok=True)
     for name, text in files.items():
@@ -308,16 +218,53 @@ def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | No
 
 
 def publish(
-    repo_id: str, config_text: str, plan: PlanSource | None, base_model: str | None, options: PushOptions
+    repo_id: str,
+    config_text: str,
+    plan: PlanSource | None,
+    base_model: str | None,
+    *,
+    private: bool | None,
+    token: str | bool | None,
+    revision: str | None,
+    commit_message: str | None,
+    **commit: Any,
 ) -> str:
     """Publish the configuration, the plan and the card in one commit; see `ActSwapConfig.push_to_hub`.
 
-    Returns:
-        The address of the commit.
+    The repository and the branch ``revision`` are created if they do not exist. ``commit``: further arguments
+    of `huggingface_hub.HfApi.create_commit`.
     """
     files, document = _files(config_text, plan)
     files[CARD_FILE_NAME] = card(repo_id, config_text, document, base_model)
-    return upload(repo_id, files, options, CARD_MARK)
+    api = huggingface_hub.HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    if _has_other_card(api, repo_id, revision, token):
+        logger.info("%s has a README.md of its own, which is left as it is.", repo_id)
+        del files[CARD_FILE_NAME]
+    return api.create_commit(
+        repo_id,
+        operations=[
+            huggingface_hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=text.encode("utf-8"))
+            for name, text in files.items()
+        ],
+        commit_message=commit_message or f"Upload {', '.join(sorted(files))}",
+        revision=revision,
+        **commit,
+    )
+
+
+def _has_other_card(
+    api: huggingface_hub.HfApi, repo_id: str, revision: str | None, token: str | bool | None
+) -> bool:
+    if not api.file_exists(repo_id, CARD_FILE_NAME, revision=revision):
+        return False
+    try:
+        found = fetch(repo_id, CARD_FILE_NAME, revision, HubOptions(token), max_bytes=1024 * 1024)
+        return CARD_MARK not in Path(found.path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
 
 
 def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], dict[str, Any] | None]:
@@ -330,8 +277,8 @@ def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], d
         try:
             text = read_text(name, MAX_PLAN_BYTES, ConfigError)
         except OSError as error:
-            problem = Problem("plan", "the file of a plan", f"'{name}': {error.strerror}")
-            raise ConfigError([problem]) from None
+            found = f"'{name}': {error.strerror}"
+            raise ConfigError([Problem("plan", "the file of a plan", found)]) from None
     else:
         name, text = "a plan", plan.to_json()
     document = JsonDocument(text, "plan", ConfigError, name)
@@ -343,17 +290,7 @@ def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], d
 
 
 def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_model: str | None) -> str:
-    """Return the text of the model card.
-
-    Args:
-        repo_id: repository of the card.
-        config_text: the configuration in YAML.
-        plan: the document of a plan; its sections ``made_for`` and ``measured`` are shown.
-        base_model: Hub id of the model that the configuration is for.
-
-    Returns:
-        Markdown with a header of metadata.
-    """
+    """Return the text of the model card, in Markdown, with what the document of a plan says of it."""
     model = (
         f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a causal language model"
     )

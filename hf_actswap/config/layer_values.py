@@ -28,7 +28,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from .validation import AnyInt, Expected, Path, Whole, faults_of, rejected, show
+from .validation import AnyInt, Expected, Fault, Path, Whole, faults_of, rejected, show
 
 EXPECTED_LAYERS = "true, false or a flat list of layer indices"
 EXPECTED_OP_NAME = "an op path or a list of op paths"
@@ -45,7 +45,6 @@ _MAX_CHARACTERS = 1000
 _MAX_REPEATS, _MAX_GROUPS, _MAX_ALTERNATIVES = 6, 4, 32
 _ONE_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
-_Fault = tuple[Path, str, str, str]
 _SINGLE = Annotated[bool, Strict()]
 
 
@@ -54,13 +53,7 @@ def split_op_path(text: str) -> tuple[str, ...]:
 
     If ``text`` contains the two characters ``\.``, they alone separate (the rule of the reference).
     Otherwise a plain ``.`` separates, unless a quantifier (``*``, ``+``, ``?``, ``{``) follows it or it
-    is inside ``[...]``: there it belongs to the expression.
-
-    Args:
-        text: what the user wrote, e.g. ``'attention\.flash_attention'`` or ``mlp.act_fn``.
-
-    Returns:
-        The segments in order; one or more, and some may be empty if two separators meet.
+    is inside ``[...]``: there it belongs to the expression. Segments are empty where separators meet.
     """
     if _REFERENCE_SEPARATOR in text:
         return tuple(text.split(_REFERENCE_SEPARATOR))
@@ -160,7 +153,6 @@ class Around:
 
 
 def is_list(value: object) -> bool:
-    """Whether a value is a list or a tuple: both count as lists of a document."""
     return isinstance(value, list | tuple)
 
 
@@ -232,8 +224,10 @@ OpNames = Annotated[tuple[str, ...], PlainValidator(_op_names, json_schema_input
 """One op path, or a list of them."""
 
 _COUNT = "a number of layers (at least 0), true or false"
-_COUNTS: TypeAdapter[Any] = TypeAdapter(Annotated[_SINGLE | Annotated[AnyInt, Field(ge=0)], Expected(_COUNT)])
+_Count = _SINGLE | Annotated[AnyInt, Field(ge=0)]
+_COUNTS: TypeAdapter[Any] = TypeAdapter(tuple[Annotated[_Count, Expected(_COUNT)], ...])
 _WHOLE: TypeAdapter[Any] = TypeAdapter(Whole)
+_WHOLES: TypeAdapter[Any] = TypeAdapter(tuple[Whole, ...])
 
 
 def _text_hint(value: Any) -> str:
@@ -241,11 +235,11 @@ def _text_hint(value: Any) -> str:
 
 
 _COUNTS_OF_RECOMPUTE: TypeAdapter[Any] = TypeAdapter(
-    Annotated[_SINGLE | Annotated[AnyInt, Field(ge=0)], Expected(_COUNT, _text_hint)]
+    tuple[Annotated[_Count, Expected(_COUNT, _text_hint)], ...]
 )
 
 
-def _counts(value: Any, info: ValidationInfo, item: TypeAdapter[Any] = _COUNTS) -> Any:
+def _counts(value: Any, info: ValidationInfo, items: TypeAdapter[Any] = _COUNTS) -> Any:
     """Return a bool, a list or (without swap) a table."""
     around: Around = info.context or Around()
     if isinstance(value, bool):
@@ -253,7 +247,7 @@ def _counts(value: Any, info: ValidationInfo, item: TypeAdapter[Any] = _COUNTS) 
     if not is_list(value):
         raise rejected(value, ((), EXPECTED_INDICES if around.swap else EXPECTED_COUNTS, show(value), ""))
     if not around.swap:
-        return _table(value, item, around.shape, bool_rows=True, may_be_short=True)
+        return _table(value, items, around.shape, bool_rows=True, may_be_short=True)
     if any(is_list(one) for one in value):
         hint = "With swap on, layers are global indices in one flat list."
         raise rejected(value, ((), EXPECTED_INDICES, show(value), hint))
@@ -290,7 +284,7 @@ def _exclusion(value: Any, info: ValidationInfo) -> Any:
 
 def _op_mapping(value: Mapping[Any, Any], info: ValidationInfo) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    faults: list[_Fault] = []
+    faults: list[Fault] = []
     for op_path, layers in value.items():
         if not isinstance(op_path, str):
             faults.append(((), "op paths (texts) as keys", f"the key {show(op_path)}", ""))
@@ -298,18 +292,18 @@ def _op_mapping(value: Mapping[Any, Any], info: ValidationInfo) -> dict[str, Any
         try:
             found[op_path] = _counts(layers, info)
         except ValidationError as error:
-            faults += _below(op_path, error)
+            faults += _below((op_path,), error)
         try:
             _OP_PATH.validate_python(op_path)
         except ValidationError as error:
-            faults += _below(op_path, error)
+            faults += _below((op_path,), error)
     if faults:
         raise rejected(value, *faults)
     return found
 
 
-def _below(step: str | int, error: ValidationError) -> list[_Fault]:
-    return [((step, *path), *words) for path, *words in faults_of(error)]  # type: ignore[misc]
+def _below(above: Path, error: ValidationError) -> list[Fault]:
+    return [((*above, *path), *words) for path, *words in faults_of(error)]  # type: ignore[misc]
 
 
 def _recomputed(value: Any, info: ValidationInfo) -> Any:
@@ -319,7 +313,7 @@ def _recomputed(value: Any, info: ValidationInfo) -> Any:
 def _offset(value: Any, info: ValidationInfo) -> Any:
     if is_list(value):
         around: Around = info.context or Around()
-        return _table(value, _WHOLE, around.shape, bool_rows=False, may_be_short=False)
+        return _table(value, _WHOLES, around.shape, bool_rows=False, may_be_short=False)
     try:
         return _WHOLE.validate_python(value)
     except ValidationError:
@@ -355,7 +349,7 @@ Offset = Annotated[
 
 def _table(
     value: Sequence[Any],
-    item: TypeAdapter[Any],
+    items: TypeAdapter[Any],
     shape: TableShape | None,
     *,
     bool_rows: bool,
@@ -363,71 +357,65 @@ def _table(
 ) -> tuple[Any, ...]:
     """Return a list per stage, or a table if any item is a list.
 
-    Args:
-        value: the list or tuple.
-        item: type of an item.
-        shape: shape that the document states; ``None``: only the rows' equal length is checked.
-        bool_rows: whether a row of a table may be true or false.
-        may_be_short: whether a list per stage may leave out the last stages.
+    ``shape``: that which the document states; ``None``: only the rows' equal length is checked.
+    ``bool_rows``: whether a row of a table may be true or false. ``may_be_short``: whether the last stages
+    may be left out.
     """
-    faults: list[_Fault] = []
+    faults: list[Fault] = []
     read: Sequence[Any]
     if any(is_list(one) for one in value):
-        read = _rows(value, item, shape, bool_rows, faults)
+        read = _rows(value, items, shape, bool_rows, faults)
     else:
-        read = _row((), value, item, faults)
+        read = _row((), value, items, faults)
         count, stages = len(value), len(value) if shape is None else shape.pipeline_stage
         if count > stages or (count < stages and not may_be_short):
             amount = "at most " if may_be_short else ""
-            expected = f"{amount}{_items(stages)}, one per pipeline stage"
+            expected = f"{amount}{_counted(stages, 'item')}, one per pipeline stage"
             faults.append(((), expected, str(count), _stage_hint(stages)))
     if faults:
         raise rejected(value, *faults)
     return tuple(read)
 
 
-def _row(path: Path, row: Sequence[Any], item: TypeAdapter[Any], faults: list[_Fault]) -> tuple[Any, ...]:
-    read = []
-    for index, one in enumerate(row):
-        try:
-            read.append(item.validate_python(one))
-        except ValidationError as error:
-            faults += [((*path, index, *at), *words) for at, *words in faults_of(error)]  # type: ignore[misc]
-    return tuple(read)
+def _row(path: Path, row: Sequence[Any], items: TypeAdapter[Any], faults: list[Fault]) -> tuple[Any, ...]:
+    try:
+        return tuple(items.validate_python(row))
+    except ValidationError as error:
+        faults += _below(path, error)
+        return ()
 
 
 def _rows(
     rows: Sequence[Any],
-    item: TypeAdapter[Any],
+    items: TypeAdapter[Any],
     shape: TableShape | None,
     bool_rows: bool,
-    faults: list[_Fault],
+    faults: list[Fault],
 ) -> list[Any]:
     if shape is not None and len(rows) != shape.pp_interleave_num:
-        many = "" if shape.pp_interleave_num == 1 else "s"
-        expected = f"{shape.pp_interleave_num} row{many}, one per interleave"
+        expected = f"{_counted(shape.pp_interleave_num, 'row')}, one per interleave"
         faults.append(((), expected, str(len(rows)), f"pp_interleave_num is {shape.pp_interleave_num}."))
     width = next(len(row) for row in rows if is_list(row)) if shape is None else shape.pipeline_stage
     read: list[Any] = []
     for index, row in enumerate(rows):
         if is_list(row):
-            read.append(_row((index,), row, item, faults))
+            read.append(_row((index,), row, items, faults))
             if len(row) != width or not row:
-                hint = "" if shape is None else _stage_hint(width)
-                one_length = "rows of one length"
-                expected = one_length if shape is None else f"{_items(width)}, one per pipeline stage"
+                hint, expected = "", "rows of one length"
+                if shape is not None:
+                    hint, expected = _stage_hint(width), f"{_counted(width, 'item')}, one per pipeline stage"
                 faults.append(((index,), expected, str(len(row)) if row else "an empty row", hint))
         elif bool_rows and isinstance(row, bool):
             read.append(row)
         else:
-            expected = "a row (a list), because other items are lists"
-            expected += ", or true or false" if bool_rows else ""
+            or_bool = ", or true or false" if bool_rows else ""
+            expected = f"a row (a list), because other items are lists{or_bool}"
             faults.append(((index,), expected, show(row), ""))
     return read
 
 
-def _items(count: int) -> str:
-    return f"{count} item{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _stage_hint(stages: int) -> str:

@@ -21,7 +21,6 @@ from .hub import (
     HubFile,
     HubOptions,
     PlanSource,
-    PushOptions,
     fetch,
     publish,
     save,
@@ -191,8 +190,18 @@ class ActSwapConfig:
             ConfigError: ``plan`` is no plan.
             OSError: no access or no network.
         """
-        options = PushOptions(private, token, revision, create_pr, commit_message, commit_description)
-        return publish(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
+        return publish(
+            repo_id,
+            _without_plan_file(self).to_yaml(),
+            plan,
+            base_model,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            create_pr=create_pr,
+        )
 
 
 @short_traceback
@@ -276,8 +285,8 @@ def _read_document(
         stream_config=stream,
         memory=memory,
         stacks=_read_stacks(findings, memory) or None,
-        num_layers=_read_num_layers(findings),
-        log=_read_log(findings),
+        num_layers=_read(findings, _NUM_LAYERS, (*MODEL_CONFIG, "num_layers")),
+        log=_read(findings, _LOG, ("log",)) or "summary",
         notes=findings.notes(),
         source=source,
     )
@@ -291,9 +300,9 @@ def _read_document(
     return config
 
 
-def _read_log(findings: Findings) -> Any:
-    value = findings.document.get("log")
-    return (None if value is None else findings.read(_LOG, ("log",), value)) or "summary"
+def _read(findings: Findings, kind: TypeAdapter[Any], path: Path) -> Any:
+    value = lookup(findings, path)
+    return None if value is None else findings.read(kind, path, value)
 
 
 def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
@@ -319,19 +328,18 @@ def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapC
     return found
 
 
-def _read_num_layers(findings: Findings) -> int | None:
-    path = (*MODEL_CONFIG, "num_layers")
-    value = lookup(findings, path)
-    return None if value is None else findings.read(_NUM_LAYERS, path, value)
-
-
 def _note_foreign_sections(findings: Findings) -> None:
     """Add a note for each section of MindFormers, and a problem for each unknown section."""
     for key in findings.document:
         if key == "model":
-            findings.note((key,), _model_note(findings))
-        elif key == "parallel" and lookup(findings, PIPELINE_INTERLEAVE) is not None:
-            findings.note((key,), _interleave_note(findings))
+            honoured = honoured_in_model(findings)
+            verb = "go" if len(honoured) > 1 else "goes"
+            ours = f"{' and '.join(honoured)} {verb} to parallel_config; " if honoured else ""
+            line = f"`model`: num_layers is checked against the model; {ours}the rest is ignored."
+            findings.note((key,), line)
+        elif key == "parallel" and (interleave := lookup(findings, PIPELINE_INTERLEAVE)) is not None:
+            what = "is false, so pp_interleave_num is 1" if interleave is False else "is honoured"
+            findings.note((key,), f"`parallel`: pipeline_interleave {what}; the rest is ignored.")
         elif key in FOREIGN_SECTIONS:
             findings.note((key,), ignored_key_note(key))
         elif key not in (*OUR_SECTIONS, *MODE_FLAGS):
@@ -340,30 +348,11 @@ def _note_foreign_sections(findings: Findings) -> None:
             findings.unknown_key((), key, expected, (*OUR_SECTIONS, "model"), also)
 
 
-def _model_note(findings: Findings) -> str:
-    honoured = honoured_in_model(findings)
-    also = (
-        f"{' and '.join(honoured)} {'go' if len(honoured) > 1 else 'goes'} to parallel_config; "
-        if honoured
-        else ""
-    )
-    return f"`model`: num_layers is checked against the model; {also}the rest is ignored."
-
-
-def _interleave_note(findings: Findings) -> str:
-    if lookup(findings, PIPELINE_INTERLEAVE) is False:
-        return "`parallel`: pipeline_interleave is false, so pp_interleave_num is 1; the rest is ignored."
-    return "`parallel`: pipeline_interleave is honoured; the rest is ignored."
-
-
 @dataclass(frozen=True)
 class Document:
-    """The text of a configuration, and where it was found.
+    """The text of a configuration (YAML or JSON), and where it was found, for messages.
 
-    Args:
-        text: YAML or JSON.
-        source: the file, the Hub id with its commit, or a short description.
-        hub_file: the file on the Hub, if the text is from there; then anybody may have written it.
+    ``hub_file``: the file on the Hub, if the text is from there; then anybody may have written it.
     """
 
     text: str
@@ -372,11 +361,7 @@ class Document:
 
 
 def from_string(text: str) -> Document:
-    """Read text, or the file, the folder or the Hub id that it names.
-
-    Raises:
-        ConfigError: there is nothing of that name, or it cannot be read.
-    """
+    """Read text, or the file, the folder or the Hub id that it names."""
     # This comes first, so that the file system is never asked for a whole document as a name.
     if "\n" in text or not text.strip():
         return Document(text, "text")
@@ -393,16 +378,7 @@ def from_string(text: str) -> Document:
 
 
 def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
-    """Read a file, a folder or a Hub id, and nothing else.
-
-    Args:
-        name: a path, or a Hub id ``org/name`` or ``org/name@revision``.
-        revision: branch, tag or commit on the Hub.
-        options: options of a download from the Hub.
-
-    Raises:
-        ConfigError: there is nothing of that name, it cannot be read, or two revisions are named.
-    """
+    """Read a file, a folder or a Hub id, and nothing else."""
     if _exists(name):
         return from_path(name)
     hub_id = split_hub_id(name)
@@ -417,11 +393,7 @@ def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
 
 
 def from_path(path: str) -> Document:
-    """Read a file, or ``actswap_config.yaml`` in a folder.
-
-    Raises:
-        ConfigError: there is no such file, it cannot be read, or it is longer than `MAX_TEXT_BYTES`.
-    """
+    """Read a file, or ``actswap_config.yaml`` in a folder."""
     if not _exists(path):
         raise _no_such(path, "no such file or folder")
     if not os.path.isdir(path):

@@ -24,27 +24,17 @@ from .keys import (
     TARGET_MEMORY_BYTES,
 )
 from .layer_values import OpSelection
-from .schema import (
-    GIB,
-    MIB,
-    MemoryConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    StreamConfig,
-    SwapConfig,
-    Text,
-)
+from .schema import GIB, MIB, MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, Text
 from .sections import types_of
 from .validation import AnyInt, AtLeast1, Expected, Findings, Flag, Path, one_of, where
 
 _LARGEST_BYTES = 2**53  # up to which a number of bytes is a number of GiB without rounding
 _PRODUCT = re.compile(r"\s*\d{1,18}(?:\s*\*\s*\d{1,18}){1,8}\s*")
 _PREFERENCES = {"BETTER_PERFORMANCE": "performance", "BETTER_MEMORY_SAVING": "memory_saving"}
-_ENUM = "SwapPolicyPref."
 
 
 def _product_hint(value: object) -> str:
-    """Return a hint with the value of a product: in MindSpeed's file, which is Python, sizes are products."""
+    # In MindSpeed's file, which is Python, sizes are products.
     if not isinstance(value, str) or not _PRODUCT.fullmatch(value):
         return ""
     size = math.prod(int(factor) for factor in value.split("*"))
@@ -60,7 +50,7 @@ _AnyBytes = Annotated[
 
 
 def _without_enum(value: Any) -> Any:
-    return value.removeprefix(_ENUM) if isinstance(value, str) else value
+    return value.removeprefix("SwapPolicyPref.") if isinstance(value, str) else value
 
 
 _Gib = AfterValidator(lambda size_bytes: size_bytes / GIB)
@@ -143,7 +133,9 @@ def check_fates(
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
-    for key in _FATE_KEYS:
+    # Exclude keys ask for a fate too: keep.
+    selections = "select_recompute", "select_comm_recompute"
+    for key in ("recompute", *selections, *(f"{key}_exclude" for key in selections)):
         value = getattr(recompute, key)
         # With swap on a list holds indices, and index 0 selects a layer as well as any other.
         if _selects_anything(value) or (swap.swap and _names_layers(value)):
@@ -151,12 +143,9 @@ def check_fates(
     if recompute.compile_budget is not None:
         written.append("recompute_config.compile_budget")
     for key in written:
-        findings.problem(
-            _mode_path(findings),
-            f"no `{key}` beside adaptive, which chooses every fate itself",
-            "both",
-            "Use smart_swap, which keeps what is written by hand.",
-        )
+        expected = f"no `{key}` beside adaptive, which chooses every fate itself"
+        hint = "Use smart_swap, which keeps what is written by hand."
+        findings.problem(_mode_path(findings), expected, "both", hint)
 
 
 def check_weights(
@@ -196,38 +185,23 @@ def check_in_backward(
 
 
 def _divisions(parallel: ParallelConfig) -> Iterator[str]:
-    """Yield, in words, how a configuration divides the model."""
     if parallel.tensor_parallel_size > 1:
         yield "tensor parallelism (parallel_config)"
     if parallel.runs_pipeline:
         yield "a pipeline (parallel_config)"
 
 
-_FATE_KEYS = (
-    "recompute",
-    "select_recompute",
-    "select_comm_recompute",
-    # Exclude keys ask for a fate too: keep.
-    "select_recompute_exclude",
-    "select_comm_recompute_exclude",
-)
-
-
 def _selects_anything(value: OpSelection | None) -> bool:
     """Whether a value of ``recompute`` or a select key recomputes any layer (zeros do not)."""
-    if value is None:
-        return False
     if isinstance(value, dict):
-        return any(_selects_anything(layers) for layers in value.values())
+        return any(map(_selects_anything, value.values()))
     if isinstance(value, tuple):
         return any(_selects_anything(item) if isinstance(item, tuple) else bool(item) for item in value)
-    return value
+    return bool(value)
 
 
 def _names_layers(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_names_layers(layers) for layers in value.values())
-    return bool(value)
+    return any(map(_names_layers, value.values())) if isinstance(value, dict) else bool(value)
 
 
 def _each_once(findings: Findings, settings: Sequence[_Setting]) -> dict[str, _Setting]:
@@ -256,7 +230,6 @@ def _reject_both(findings: Findings, one: _Setting, other: _Setting) -> None:
 
 
 def _mode_path(findings: Findings) -> Path:
-    """Return the path at which the mode is written."""
     section = findings.document.get("memory")
     if isinstance(section, Mapping):
         for key in ("mode", *MODE_FLAGS):

@@ -1,7 +1,7 @@
 """Frozen dataclasses of what the user wrote; the fields are the YAML keys of the references, verbatim.
 
-Nothing is normalised here: a list per pipeline stage stays a list per pipeline stage (as a tuple),
-because only the plan knows the model. Two units matter:
+Nothing is normalised here: a list per pipeline stage stays one (as a tuple), because only the plan knows the
+model. Two units matter:
 
 * ``backward_prefetch`` and ``default_prefetch`` count **operators**: one operator is one autograd
   node in creation order. ``p`` means that the copy back to the device starts when backward is ``p``
@@ -17,42 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
 
-from .layer_values import (
-    LayerCounts,
-    Layers,
-    Offset,
-    OpExclusion,
-    OpPath,
-    OpSelection,
-    RecomputedLayers,
-)
+from .layer_values import Layers, Offset, OpExclusion, OpPath, OpSelection, RecomputedLayers
 from .sizes import bytes_of
 from .validation import AnyFloat, AnyInt, AtLeast1, Expected, Flag, Whole, one_of
-
-__all__ = [
-    "CompileBudget",
-    "LayerCounts",
-    "LayerSwapRule",
-    "Layers",
-    "MemoryConfig",
-    "Offset",
-    "OpSelection",
-    "OpSwapRule",
-    "OpTileRule",
-    "ParallelConfig",
-    "PipelineSchedule",
-    "Preference",
-    "Prefetch",
-    "RecomputeConfig",
-    "StreamConfig",
-    "SwapConfig",
-    "TileConfig",
-    "TileTokens",
-    "WeightsPlace",
-]
-
-EXPECTED_PREFETCH = "a whole number of operators, at least 1, or auto"
-EXPECTED_BUDGET = "a number from 0 to 1, or a list with one for each layer"
 
 MIB, GIB = 2**20, 2**30
 
@@ -63,9 +30,7 @@ def _percent_hint(value: Any) -> str:
 
 
 def _in_unit(unit: str, unit_bytes: int) -> Expected:
-    """Return the words for a size, with a hint in its unit where a unit is written (as on command lines)."""
-
-    def hint(value: Any) -> str:
+    def hint(value: Any) -> str:  # where a unit is written, as on command lines
         text = value.strip() if isinstance(value, str) else ""
         try:
             size = bytes_of(text if text[-1:].isalpha() else text + unit)
@@ -80,10 +45,6 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
-def _small_auto(value: Any) -> Any:
-    return "auto" if isinstance(value, str) and value == "Auto" else value
-
-
 _AtLeast0 = Annotated[AnyInt, Field(ge=0), Expected("a whole number, at least 0")]
 _Positive = Annotated[AnyFloat, Field(gt=0)]
 _AboveZero = Annotated[_Positive, Expected("a number above 0")]
@@ -94,22 +55,20 @@ _Margin = Annotated[AnyFloat, Field(ge=0), AfterValidator(abs), Expected("a numb
 Text = Annotated[str, Strict(), Field(min_length=1), Expected("a text")]
 _Share = Annotated[AnyFloat, Field(ge=0, le=1), Expected("a number from 0 to 1", _percent_hint)]
 
-Prefetch = Annotated[AtLeast1 | Literal["auto"], BeforeValidator(_small_auto), Expected(EXPECTED_PREFETCH)]
+_PREFETCH = Expected("a whole number of operators, at least 1, or auto")
+_SMALL = BeforeValidator(lambda value: "auto" if isinstance(value, str) and value == "Auto" else value)
+Prefetch = Annotated[AtLeast1 | Literal["auto"], _SMALL, _PREFETCH]
 """Number of operators, at least 1; or ``"auto"`` (also written ``Auto``)."""
 
-CompileBudget = Annotated[
-    _Share | Annotated[tuple[_Share, ...], Field(min_length=1)], Expected(EXPECTED_BUDGET, _percent_hint)
-]
+_SHARES = Expected("a number from 0 to 1, or a list with one for each layer", _percent_hint)
+CompileBudget = Annotated[_Share | Annotated[tuple[_Share, ...], Field(min_length=1)], _SHARES]
 """Share of activation memory, 0 to 1: for every layer, or one for each."""
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """Schedules of a pipeline, with the names of `torch.distributed.pipelining`."""
 
-Mode = Annotated[
-    Literal["off", "smart_swap", "adaptive"],
-    BeforeValidator(_off),
-    one_of("off", "smart_swap", "adaptive"),
-]
+_MODES = one_of("off", "smart_swap", "adaptive")
+Mode = Annotated[Literal["off", "smart_swap", "adaptive"], BeforeValidator(_off), _MODES]
 Preference = Annotated[
     Literal["auto", "performance", "memory_saving"], one_of("auto", "performance", "memory_saving")
 ]

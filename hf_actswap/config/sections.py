@@ -5,10 +5,10 @@ Types say what a key may hold (`schema`); here is what several keys mean togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -32,22 +32,15 @@ from .validation import NOTHING, Findings, Flag, Path, show, where
 MODEL_CONFIG: Path = ("model", "model_config")
 PIPELINE_INTERLEAVE: Path = ("parallel", "pipeline_config", "pipeline_interleave")
 
-_ANY_OP = ".*"
 _FLAG: TypeAdapter[Any] = TypeAdapter(Flag)
-
-RuleT = TypeVar("RuleT", LayerSwapRule, OpSwapRule)
 
 
 class LayerEntry(TypedDict):
-    """An entry of ``layer_swap`` as it is written."""
-
     backward_prefetch: Prefetch
     layers: Layers
 
 
 class OpEntry(TypedDict):
-    """An entry of ``op_swap`` as it is written."""
-
     op_name: OpNames
     backward_prefetch: Prefetch
     layers: Layers
@@ -58,8 +51,6 @@ class _TiledOp(TypedDict):
 
 
 class TileEntry(_TiledOp, total=False):
-    """An entry of ``tile`` as it is written."""
-
     tokens: TileLength
     layers: Layers
 
@@ -75,35 +66,34 @@ class _Entry:
     """What could be read of an entry, and where it stands; ``whole``: all that it must hold."""
 
     path: Path
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     whole: bool
+
+
+_WrittenRule = tuple[_Entry, LayerSwapRule | OpSwapRule]
+"""An entry, and a rule of it: what could not be read is harmless there, so that the rest can be checked."""
 
 
 def _read_entries(findings: Findings, path: Path, value: object, kind: Any) -> list[_Entry]:
     """Read a list of entries; a single one may stand without the list."""
     if value is None:
         return []
-    if isinstance(value, Mapping):
-        return [_read_entry(findings, path, value, kind)]
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple | Mapping):
         findings.problem(path, "a list of entries, or one entry (a mapping)", show(value))
         return []
-    entries = []
-    for index, item in enumerate(value):
-        if isinstance(item, Mapping):
-            entries.append(_read_entry(findings, (*path, index), item, kind))
-        else:
-            findings.problem((*path, index), "an entry (a mapping)", show(item))
+    single = isinstance(value, Mapping)
+    types, needed, entries = types_of(kind), kind.__required_keys__, []
+    for index, item in enumerate([value] if single else value):
+        at = path if single else (*path, index)
+        if not isinstance(item, Mapping):
+            findings.problem(at, "an entry (a mapping)", show(item))
+            continue
+        values = findings.keys(at, item, types, null=("tokens",))
+        for key in types:
+            if key in needed and key not in item:
+                findings.read(types[key], (*at, key), NOTHING)
+        entries.append(_Entry(at, values, needed <= values.keys()))
     return entries
-
-
-def _read_entry(findings: Findings, path: Path, entry: Mapping[Any, Any], kind: Any) -> _Entry:
-    types = types_of(kind)
-    values = findings.keys(path, entry, types, null=("tokens",))
-    for key in types:
-        if key in kind.__required_keys__ and key not in entry:
-            findings.read(types[key], (*path, key), NOTHING)
-    return _Entry(path, values, kind.__required_keys__ <= values.keys())
 
 
 def read_swap(findings: Findings) -> SwapConfig:
@@ -118,13 +108,11 @@ def read_swap(findings: Findings) -> SwapConfig:
     null = ("default_prefetch", "recompute_input", "select_recompute_input")
     values = findings.keys(("swap_config",), section, types, also=lists, null=null)
     written = section if isinstance(section, Mapping) else {}
-    for key, kind, rules_of, group_of in (
-        ("layer_swap", LayerEntry, _layer_rules, _layer_group),
-        ("op_swap", OpEntry, _op_rules, _op_group),
-    ):
+    for key, kind in (("layer_swap", LayerEntry), ("op_swap", OpEntry)):
         if written.get(key) is not None:
             entries = _read_entries(findings, ("swap_config", key), written[key], kind)
-            values[key] = _collapse(findings, [r for entry in entries for r in rules_of(entry)], group_of)
+            rules = [(entry, rule) for entry in entries for rule in _swap_rules(entry, kind)]
+            values[key] = _collapse(findings, rules)
     return SwapConfig(**values)
 
 
@@ -134,78 +122,48 @@ def swap_is_unreadable(findings: Findings) -> bool:
     return not (isinstance(section, Mapping) and isinstance(section.get("swap", False), bool))
 
 
-@dataclass(frozen=True)
-class _WrittenRule(Generic[RuleT]):
-    """A rule and the path of the entry that it was written in.
-
-    If an entry is not ``whole``, a part of it could not be read and has a harmless value instead, so that the
-    rest can still be checked with a model.
-    """
-
-    path: Path
-    rule: RuleT
-    whole: bool
+def _swap_rules(entry: _Entry, kind: Any) -> Sequence[LayerSwapRule | OpSwapRule]:
+    values = {"op_name": (".*",), "backward_prefetch": 1, "layers": False, **entry.values}
+    names = values.pop("op_name")
+    return [OpSwapRule(name, **values) for name in names] if kind is OpEntry else [LayerSwapRule(**values)]
 
 
-def _layer_rules(entry: _Entry) -> list[_WrittenRule[Any]]:
-    prefetch, layers = entry.values.get("backward_prefetch", 1), entry.values.get("layers", False)
-    return [_WrittenRule(entry.path, LayerSwapRule(prefetch, layers), entry.whole)]
+def _group_of(rule: LayerSwapRule | OpSwapRule) -> str:
+    return f"op '{rule.op_name}'" if isinstance(rule, OpSwapRule) else "`layer_swap`"
 
 
-def _op_rules(entry: _Entry) -> list[_WrittenRule[Any]]:
-    prefetch, layers = entry.values.get("backward_prefetch", 1), entry.values.get("layers", False)
-    names = entry.values.get("op_name", (_ANY_OP,))
-    return [_WrittenRule(entry.path, OpSwapRule(name, prefetch, layers), entry.whole) for name in names]
-
-
-def _layer_group(rule: LayerSwapRule) -> str:
-    return "`layer_swap`"
-
-
-def _op_group(rule: OpSwapRule) -> str:
-    return f"op '{rule.op_name}'"
-
-
-def _collapse(
-    findings: Findings, entries: list[_WrittenRule[Any]], group_of: Callable[[Any], str]
-) -> tuple[Any, ...]:
+def _collapse(findings: Findings, written: Sequence[_WrittenRule]) -> tuple[Any, ...]:
     """Return the rules, where a rule for all layers replaces its group, at the place of the group's first.
 
     As in the reference (``TransformerSwapConfig``), all entries of such a group must agree on the prefetch.
     If they do not, the problem is noted at the later of two entries: that for all layers, and the first with
     another prefetch.
     """
-    groups: dict[str, list[_WrittenRule[Any]]] = {}
-    for entry in entries:
-        groups.setdefault(group_of(entry.rule), []).append(entry)
+    groups: dict[str, list[_WrittenRule]] = {}
+    for one in written:
+        groups.setdefault(_group_of(one[1]), []).append(one)
     rules: list[Any] = []
-    for entry in entries:
-        members = groups[group_of(entry.rule)]
-        everywhere = next((member for member in members if member.rule.layers is True), None)
+    for one in written:
+        members = groups[_group_of(one[1])]
+        everywhere = next((member for member in members if member[1].layers is True), None)
         if everywhere is None:
-            rules.append(entry.rule)
-        elif entry is members[0]:
-            _check_group(findings, group_of(entry.rule), members, everywhere)
-            # Same prefetch in all members, or a problem was noted: the rule for all layers replaces them.
-            rules.append(everywhere.rule)
+            rules.append(one[1])
+        elif one is members[0]:
+            # Same prefetch in all members, or a problem is noted: the rule for all layers replaces them.
+            _check_group(findings, members, everywhere)
+            rules.append(everywhere[1])
     return tuple(rules)
 
 
-def _check_group(
-    findings: Findings, group: str, members: list[_WrittenRule[Any]], everywhere: _WrittenRule[Any]
-) -> None:
-    whole = [member for member in members if member.whole]
-    other = next((m for m in whole if m.rule.backward_prefetch != whole[0].rule.backward_prefetch), None)
-    if other is None:
-        return
-    at = max(members.index(other), members.index(everywhere))
-    values = ", ".join(str(member.rule.backward_prefetch) for member in whole)
-    findings.problem(
-        members[at].path,
-        f"the same backward_prefetch in all entries of {group}",
-        values,
-        f"They must agree because {where(everywhere.path)} is for all layers.",
-    )
+def _check_group(findings: Findings, members: list[_WrittenRule], everywhere: _WrittenRule) -> None:
+    whole = [member for member in members if member[0].whole]
+    ahead = [rule.backward_prefetch for _, rule in whole]
+    other = next((one for one, prefetch in zip(whole, ahead, strict=True) if prefetch != ahead[0]), None)
+    if other is not None:
+        entry, rule = members[max(members.index(other), members.index(everywhere))]
+        expected = f"the same backward_prefetch in all entries of {_group_of(rule)}"
+        hint = f"They must agree because {where(everywhere[0].path)} is for all layers."
+        findings.problem(entry.path, expected, ", ".join(map(str, ahead)), hint)
 
 
 def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape | None) -> RecomputeConfig:
@@ -222,23 +180,17 @@ def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape |
 
 
 def read_tiles(findings: Findings) -> TileConfig:
-    """Read ``tile_config``."""
     section = findings.document.get("tile_config")
     types = {"loss": types_of(TileConfig)["loss"]}
     values = findings.keys(("tile_config",), section, types, also=("tile",))
     if isinstance(section, Mapping):
         entries = _read_entries(findings, ("tile_config", "tile"), section.get("tile"), TileEntry)
-        values["tile"] = tuple(rule for entry in entries for rule in _tile_rules(entry))
+        rules = [(entry.values.pop("op_name", ()), entry.values) for entry in entries]
+        values["tile"] = tuple(OpTileRule(name, **rest) for names, rest in rules for name in names)
     return TileConfig(**values)
 
 
-def _tile_rules(entry: _Entry) -> list[OpTileRule]:
-    tokens, layers = entry.values.get("tokens", "auto"), entry.values.get("layers", True)
-    return [OpTileRule(name, tokens, layers) for name in entry.values.get("op_name", ())]
-
-
 def read_stream(findings: Findings) -> StreamConfig:
-    """Read ``stream_config``."""
     section, types = findings.document.get("stream_config"), types_of(StreamConfig)
     return StreamConfig(**findings.keys(("stream_config",), section, types, null=types))
 

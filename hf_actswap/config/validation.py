@@ -32,21 +32,17 @@ NOTHING = object()
 EXPECTED_BOOL = "true or false"
 
 
-def rejected(value: object, *faults: tuple[Path, str, str, str]) -> ValidationError:
-    """Return an error for a validator to raise: faults as (path in the value, expected, found, hint)."""
-    return _error(
-        [
-            InitErrorDetails(type=_fault("fault", expected, found, hint), loc=path, input=value)
-            for path, expected, found, hint in faults
-        ]
-    )
+Fault = tuple[Path, str, str, str]
+"""Path in a value, what was expected there, what was found, and a hint."""
 
 
-def rejected_again(
-    error: ValidationError, value: object, *faults: tuple[Path, str, str, str]
-) -> ValidationError:
-    """Return an error for a validator to raise: that of the parts of a value, and further faults."""
-    return _error([*lines_of(error), *(lines_of(rejected(value, *faults)) if faults else ())])
+def rejected(value: object, *faults: Fault, again: ValidationError | None = None) -> ValidationError:
+    """Return an error for a validator to raise, with the faults of parts (``again``) that pydantic found."""
+    lines = [
+        InitErrorDetails(type=_fault("fault", expected, found, hint), loc=path, input=value)
+        for path, expected, found, hint in faults
+    ]
+    return _error([*(lines_of(again) if again is not None else ()), *lines])
 
 
 def _fault(kind: str, expected: str, found: str, hint: str) -> PydanticCustomError:
@@ -63,9 +59,7 @@ def _error(lines: list[InitErrorDetails]) -> ValidationError:
 def lines_of(error: ValidationError, tags: int = 0) -> list[InitErrorDetails]:
     """Return the faults of parts of a value, and those that a validator named, to be raised again.
 
-    Args:
-        error: what pydantic raised.
-        tags: how many steps at the head of each path are not the value's own.
+    ``tags``: how many steps at the head of each path are not the value's own.
     """
     return [
         InitErrorDetails(
@@ -83,23 +77,16 @@ def _found(value: object) -> str:
     return f"an empty {'text' if isinstance(value, str) else 'list'}" if empty else show(value)
 
 
-def _no_hint(value: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Expected:
     """What a value must be, in words: the message for whatever its type rejects.
 
     What is wrong with an item of a list, and what a validator said by `rejected`, keeps its own words.
-
-    Args:
-        text: what would be accepted.
-        hint: takes the rejected value, and returns what to do about it; may be empty.
+    ``hint`` takes the rejected value, and returns what to do about it; may be empty.
     """
 
     text: str
-    hint: Callable[[Any], str] = _no_hint
+    hint: Callable[[Any], str] = lambda _value: ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         branches = [item for item in get_args(source) if item is not NoneType]
@@ -111,15 +98,10 @@ class Expected:
                 return of_type(value)
             except ValidationError as error:
                 lines = lines_of(error, tags)
-            raise _error(lines or [self.line(value)]) from None
+            own = _fault("expected", self.text, _found(value), self.hint(value))
+            raise _error(lines or [InitErrorDetails(type=own, loc=(), input=value)]) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
-
-    def line(self, value: Any) -> InitErrorDetails:
-        """Return the fault of a value."""
-        return InitErrorDetails(
-            type=_fault("expected", self.text, _found(value), self.hint(value)), loc=(), input=value
-        )
 
 
 def _unquote_hint(value: object) -> str:
@@ -150,13 +132,9 @@ AtLeast1 = Annotated[AnyInt, Field(ge=1), Expected("a whole number, at least 1")
 def unknown_key_hint(
     name: str, valid: Sequence[str], also: Sequence[str], homes: Mapping[str, Collection[str]]
 ) -> str:
-    """Return a hint for an unknown key: its section, else the nearest valid name, else all valid names.
+    """Return a hint for an unknown key: its section in ``homes``, else the nearest valid name, else all.
 
-    Args:
-        name: the key.
-        valid: names that are valid there.
-        also: further names that are accepted there.
-        homes: section -> its keys, for a key that stands elsewhere.
+    ``also``: further names that are accepted there.
     """
     home = next((section for section, keys in homes.items() if name in keys), None)
     if home is not None:
@@ -168,9 +146,7 @@ def unknown_key_hint(
 class Findings:
     """Problems and notes about one document, given back in the order of the document.
 
-    Args:
-        document: the mapping that is read; it is never changed.
-        homes: section -> keys that it may hold, for hints about keys that stand elsewhere.
+    ``homes``: section -> keys that it may hold, for hints about keys that stand elsewhere.
     """
 
     def __init__(
@@ -185,12 +161,10 @@ class Findings:
         self._above: Path = ()
 
     def problem(self, path: Path, expected: str, found: str, hint: str = "") -> None:
-        """Note a fault of the value at ``path``."""
         path = (*self._above, *path)
         self._problems.append((path, Problem(where(path), expected, found, hint)))
 
     def note(self, path: Path, line: str) -> None:
-        """Note one line about a value that was accepted."""
         self._notes.append(((*self._above, *path), line))
 
     def inside(self, path: Path, document: Mapping[Any, Any]) -> Findings:
@@ -227,7 +201,7 @@ class Findings:
         also: Sequence[str] = (),
         ignored: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Read a mapping key by key; what is returned lacks the keys that could not be read.
+        """Read a mapping (or ``None``) key by key; what is returned lacks the keys that could not be read.
 
         Args:
             path: path of the mapping.
@@ -253,26 +227,23 @@ class Findings:
     ) -> None:
         """Note a key that is not valid; the first have hints, because thousands of searches take seconds."""
         self._key_hints += 1
-        hint = (
-            unknown_key_hint(str(key), valid, also, self._homes) if self._key_hints <= _MAX_KEY_HINTS else ""
-        )
+        named = self._key_hints <= _MAX_KEY_HINTS
+        hint = unknown_key_hint(str(key), valid, also, self._homes) if named else ""
         if isinstance(key, str | int):
             self.problem((*path, key), expected, "an unknown key", hint)
         else:
             self.problem(path, expected if not path else "keys that are text", f"the key {show(key)}", hint)
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return all problems, in the order of the document."""
-        return tuple(
-            problem for _, problem in sorted(self._problems, key=lambda item: self.position(item[0]))
-        )
+        return self._in_order(self._problems)
 
     def notes(self) -> tuple[str, ...]:
-        """Return all notes, in the order of the document."""
-        return tuple(line for _, line in sorted(self._notes, key=lambda item: self.position(item[0])))
+        return self._in_order(self._notes)
+
+    def _in_order(self, found: Sequence[tuple[Path, Any]]) -> tuple[Any, ...]:
+        return tuple(item for _, item in sorted(found, key=lambda item: self.position(item[0])))
 
     def any_below(self, *sections: str) -> bool:
-        """Whether there is a problem in one of these sections."""
         return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
 
     def position(self, path: Path) -> tuple[float, ...]:

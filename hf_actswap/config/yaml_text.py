@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from typing import Any
 
 import yaml
@@ -96,13 +96,12 @@ _Loader.add_constructor(_STR_TAG, _Loader.construct_text)
 def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem]]]:
     """Read one YAML or JSON document.
 
+    Returns the value (``None`` for an empty document), and a problem with its path for each key that stands
+    more than once in a mapping.
+
     Args:
         text: the document.
         source: where the document comes from, for the message.
-
-    Returns:
-        The value (``None`` for an empty document), and a problem with its path for each key that stands
-        more than once in a mapping.
 
     Raises:
         ConfigError: the text is not one YAML document, holds a tag that is not safe, is longer than
@@ -111,7 +110,8 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
     """
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_TEXT_BYTES:
-        raise ConfigError([too_long(f"{size_bytes} bytes")], source)
+        problem = Problem("document", f"at most {MAX_TEXT_BYTES} bytes", f"{size_bytes} bytes")
+        raise ConfigError([problem], source)
     try:
         # Loading begins with a check of the characters, so the loader itself may raise.
         loader = _Loader(_without_json_tabs(text))
@@ -131,11 +131,6 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
         raise ConfigError([_syntax_problem(error, text)], source) from None
 
 
-def too_long(size: str) -> Problem:
-    """Return the problem of a document above `MAX_TEXT_BYTES`."""
-    return Problem("document", f"at most {MAX_TEXT_BYTES} bytes", size)
-
-
 class _Survey:
     """Visits the nodes of a document once: counts them, with aliases expanded, and finds duplicate keys."""
 
@@ -145,11 +140,7 @@ class _Survey:
         self._open: set[int] = set()
 
     def visit(self, node: yaml.Node, path: Path) -> int:
-        """Return the number of nodes below and including ``node``, aliases written out.
-
-        Raises:
-            yaml.MarkedYAMLError: above `MAX_NODES`, or an alias is inside what it names.
-        """
+        """Return the number of nodes below and including ``node``, aliases written out."""
         known = self._sizes.get(id(node))
         if known is not None:
             return known
@@ -252,18 +243,15 @@ _Dumper.add_representer(str, _Dumper.represent_words)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the document that loads to ``config``: only what differs from the defaults, tuples as lists.
+    """Return the document that loads to ``config``: plain values, only what differs from the defaults.
 
-    Args:
-        config: an instance of a dataclass of the schema.
-
-    Returns:
-        Plain dicts, lists, strings, numbers and bools, shared with nothing; also valid as JSON.
+    It is shared with nothing, and also valid as JSON.
     """
     document: dict[str, Any] = {}
     for field in fields(config):
-        value = getattr(config, field.name)
-        if not field.compare or _is_default(field, value):
+        value, default = getattr(config, field.name), field.default
+        # Type and value: 1 == True, and a rule's layers may be either.
+        if not field.compare or (type(value) is type(default) and value == default):
             continue
         *parents, name = field.metadata.get(DOCUMENT_PATH, (field.name,))
         place = document
@@ -275,21 +263,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """Return `to_dict` as YAML text in block style; ``{}`` if all is default."""
-    text: str = yaml.dump(
-        to_dict(config),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=100,
-        default_flow_style=False,
-    )
-    return text
-
-
-def _is_default(field: Field[Any], value: Any) -> bool:
-    # Type and value: 1 == True, and a rule's layers may be either.
-    default = field.default
-    return default is not MISSING and type(value) is type(default) and bool(value == default)
+    style: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": False}
+    return str(yaml.dump(to_dict(config), Dumper=_Dumper, width=100, **style))
 
 
 def _plain(value: Any) -> Any:

@@ -3,9 +3,8 @@
 A plan does not remember whether a person or the planner wrote it. The engine reads its rows and nothing
 else; everything beside them (adjustments, log lines) is for people.
 
-A plan file also says what its bytes and times depend on, the model and the batch. The facts about the
-model are those that stay the same however it is wrapped, divided among ranks, sharded or quantised. A fact
-that is not known is not compared.
+A plan file also says what its bytes and times depend on: the model, by facts that stay the same however it is
+wrapped, divided among ranks, sharded or quantised, and the batch. An unknown fact is not compared.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from ..errors import PlanError, Problem, short_traceback
 if TYPE_CHECKING:
     from torch import nn
 
-
 NOT_COMPARED = (
     "the plan does not say for which model it was made (it has no fingerprint): only the layers are compared"
 )
@@ -54,7 +52,7 @@ class Fingerprint:
         family: ``model_type`` of the configuration.
         hidden_size, intermediate_size, vocab_size, num_attention_heads, num_key_value_heads: of the model's
             configuration, or of that of its text part.
-        dtype: dtype of most of the floating point weights, for example ``bfloat16``.
+        dtype: dtype of most of the floating point weights, e.g. ``bfloat16``.
         trained: how much of the model is trained.
         batch_shape: shape of the input ids of one micro-batch; empty: not known.
     """
@@ -81,21 +79,12 @@ class Fingerprint:
                 )
 
 
-_OF_CONFIG = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-
-
 def fingerprint_of(model: nn.Module, batch_shape: tuple[int, ...] = ()) -> Fingerprint:
     """Return what is known about a model without wrappers, and a batch."""
     whole: Any = getattr(model, "config", None)
     config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
-    sizes = {name: getattr(config, name, None) for name in _OF_CONFIG}
-    known = {name: size for name, size in sizes.items() if type(size) is int}
+    names = "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"
+    known = {name: size for name in names if type(size := getattr(config, name, None)) is int}
     elements: Counter[str] = Counter()
     trained = []
     for weight in model.parameters():
@@ -157,7 +146,7 @@ RELEASE_PER_PREFETCH = 3
 
 @dataclass(frozen=True)
 class Windows:
-    """When a swapped tensor moves, in operators (one operator: one autograd node in creation order).
+    """When a swapped tensor moves, in operators (autograd nodes in creation order).
 
     Args:
         prefetch_ops: the copy back starts when backward is this many operators before the first consumer.
@@ -182,11 +171,10 @@ class PlanRow:
         scope: index of the decoder layer in the model; module path of a layer of another stack
             (``model.vision_tower.encoder.layers.3``); or ``embedding``, ``final_norm``, ``head``.
         op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
-            the hidden state that the layer returns. A row covers everything below its path; the longest
-            path wins.
-        ordinal: which call of the op within the layer, from 0; ``None``: all calls. A row with an ordinal
-            beats a row without.
+            the hidden state that the layer returns. A row covers everything below; the longest path wins.
         fate: one of `FATES`.
+        ordinal: which call of the op within the layer, from 0; ``None``: all calls. A row with an ordinal
+            beats one without.
         windows: when a swapped tensor moves; ``None``: the engine chooses by measurement (``auto``).
         parameters: what else the fate needs, as JSON values (`COMPILE_BUDGET`).
     """
@@ -206,8 +194,7 @@ class Tile:
     Args:
         scope: as in `PlanRow`; ``head`` is the head with the loss behind it.
         op_path: op inside the scope; ``""``: all of it.
-        tokens: number of tokens in one tile.
-        tiles: number of tiles. If both are ``None``, the engine chooses by the number of tokens (``auto``).
+        tokens, tiles: length or number of the tiles; both ``None``: chosen by the number of tokens.
     """
 
     scope: Scope
@@ -244,9 +231,8 @@ class Adjustment:
 
     Args:
         where: YAML path of the requested policy.
-        layers: the layers concerned, decoder layers by their global index; empty if the requested policy
-            concerns no layer in particular.
-        op_path: the op concerned, as the user named it; as the layer names it if the rule changed another op.
+        layers: the layers concerned, decoder layers by global index; empty: no layer in particular.
+        op_path: the op as the user named it; as the layer names it if the rule changed another op.
         asked: fate or value requested.
         got: what happens instead.
         reason: the rule, in words, with its source.
@@ -278,14 +264,13 @@ class MemoryPlan:
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
         bind_numa: whether process and host memory are kept beside the device.
         weights: ``host``: frozen weights of the layers are in host memory, and on the device while their
-            layer needs them; ``keep``: weights stay where they are (then the JSON has no such key).
+            layer needs them; ``keep``: weights stay where they are.
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
-        tiles: the parts of the model that run over tiles of the tokens. The JSON has this key only if there
-            are any.
-        streamed: how the sequence is streamed; ``None``: it is not (then the JSON has no such key).
-        fingerprint: the model and the batch that the plan was made for; ``None``: not known (then the JSON
-            has no such key). `hf_actswap.apply` rejects another model.
+        tiles: the parts of the model that run over tiles of the tokens.
+        streamed: how the sequence is streamed; ``None``: it is not.
+        fingerprint: the model and the batch that the plan was made for; ``None``: not known.
+            `hf_actswap.apply` rejects another model.
         lines: the log lines that MindFormers would write, without warnings.
         warnings: the warnings that MindFormers would write about conflicting keys.
         unsupported: requested policies that this version resolves but cannot apply, by name;
@@ -339,14 +324,11 @@ class MemoryPlan:
         table = self._by_path.get(scope)
         if table is None:
             return None
-        path = op_path
-        while True:
-            for key in ((path, ordinal), (path, None)) if path == op_path else ((path, None),):
-                if key in table:
-                    return table[key]
-            if not path:
-                return None
-            path = parent_path(path)
+        if (op_path, ordinal) in table:
+            return table[op_path, ordinal]
+        while op_path and (op_path, None) not in table:
+            op_path = parent_path(op_path)
+        return table.get((op_path, None))
 
     @cached_property
     def _by_path(self) -> dict[Scope, dict[tuple[str, int | None], PlanRow]]:
@@ -363,22 +345,15 @@ class MemoryPlan:
         """Return the plan as JSON; `from_json` reads it back."""
         document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
-        if not self.tiles:
-            del document["tiles"]
-        if self.weights == "keep":
-            del document["weights"]
-        for name in ("streamed", "fingerprint"):
-            if document[name] is None:
+        # Versions that do not know these keys read plans that do not need them.
+        for name, default in (("tiles", ()), ("weights", "keep"), ("streamed", None), ("fingerprint", None)):
+            if document[name] == default:
                 del document[name]
         return json.dumps(document, indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "") -> MemoryPlan:
-        """Read a plan back.
-
-        Args:
-            text: the plan as JSON.
-            source: name of the file, for the error message.
+        """Read a plan back; ``source``: name of the file, for the error message.
 
         Raises:
             PlanError: the text is no plan, has a newer format version, or is malformed; names every fault.
@@ -400,13 +375,7 @@ class MemoryPlan:
 
 
 def scope_type(num_layers: int, stacks: bool = False, optional: bool = False) -> Any:
-    """Return the type as which a scope is read.
-
-    Args:
-        num_layers: number of decoder layers.
-        stacks: whether layers of other stacks are allowed too.
-        optional: whether null is, too.
-    """
+    """Return the type as which a scope is read: of layers of other ``stacks`` too, and ``optional``: null."""
     around = f"or one of {', '.join(SCOPES)}{', or null' if optional else ''}"
     path = "the module path of another stack's layer, " if stacks else ""
 
@@ -464,8 +433,7 @@ def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
     """Read a plan if ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
 
     Raises:
-        PlanError: the plan is malformed.
-        ConfigError: the configuration is malformed, or there is nothing of that name.
+        PlanError, ConfigError: it is malformed, or there is nothing of that name.
     """
     if isinstance(source, MemoryPlan):
         return source

@@ -3,11 +3,9 @@
 Each method of `RuleApplier` applies one key of the configuration: it sets fates, and notes what
 MindFormers would log. `resolve` calls the methods in MindFormers' order.
 
-`CommunicationRuleApplier` applies the keys about communication inside layers: keep its results, or
-communicate again. A communication is a function of a layer like any other
-(``input_layernorm.all_gather``), but the keys name the op beside it (``attention_norm.norm``). A model
-without parallel layers has no communication: the names are checked and logged, and
-`resolve.policies_without_effect` adds the adjustments.
+**Communication** inside layers is a function of a layer like any other (``input_layernorm.all_gather``), but
+the keys name the op beside it (``attention_norm.norm``). For a model without parallel layers the names are
+checked and logged, and `resolve.policies_without_effect` adds the adjustments.
 
 **Log lines.** Those that MindFormers ("the reference") writes for a configuration, to compare both logs.
 The ``Set ...`` lines report what was asked, not what takes effect: that is how the reference prints them.
@@ -21,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import ActSwapConfig, split_op_path
-from ..config.schema import Layers, LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
+from ..config import ActSwapConfig, Layers, split_op_path
+from ..config.schema import LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
 from ..errors import Problem
 from .actions import Adjustment, PlanRow, Scope, Tile, Windows
 from .layout import format_formative
@@ -63,20 +61,16 @@ class LayerRequests:
     compile_budget: float | None = None
 
     def lines(self, layer: int, swap: bool, recompute_everywhere: bool) -> list[str]:
-        """Return the ``Set ...`` lines of global layer ``layer``."""
-        at = f"at layer {layer}"
-        on = "" if swap else " on"
-        lines = []
-        if self.full and not (swap and recompute_everywhere):
-            lines.append(f"Set full recompute {at}")
-        if self.select:
-            lines.append(f"Set select recompute{on} {at}: {', '.join(self.select)}")
-        if self.select_comm:
-            lines.append(f"Set select comm recompute{on} {at}: {', '.join(self.select_comm)}")
-        if self.select_exclude:
-            lines.append(f"Set select recompute exclude {at}: {', '.join(self.select_exclude)}")
-        if self.comm_exclude:
-            lines.append(f"Set select comm recompute exclude {at}: {', '.join(self.comm_exclude)}")
+        at, on = f"at layer {layer}", "" if swap else " on"
+        lines = [f"Set full recompute {at}"] if self.full and not (swap and recompute_everywhere) else []
+        for what, ops in (
+            (f"select recompute{on}", self.select),
+            (f"select comm recompute{on}", self.select_comm),
+            ("select recompute exclude", self.select_exclude),
+            ("select comm recompute exclude", self.comm_exclude),
+        ):
+            if ops:
+                lines.append(f"Set {what} {at}: {', '.join(ops)}")
         if self.layer_swap is not None:
             lines.append(f"Set layer swap {at} and value is: {prefetch_text(self.layer_swap)}")
         if self.op_swap:
@@ -88,7 +82,6 @@ class LayerRequests:
 
 
 def prefetch_text(prefetch: Prefetch) -> str:
-    """Return a prefetch number as the reference prints it."""
     return "Auto" if prefetch == "auto" else str(prefetch)
 
 
@@ -99,21 +92,13 @@ def formative_lines(
     op_swap: Sequence[OpSwapRule] | None,
     swap: bool,
 ) -> list[str]:
-    """Return the ``Formative ...`` lines: the normalised tables.
-
-    Args:
-        recompute: normal form of the key ``recompute``.
-        selections: key of ``recompute_config`` -> op path -> normal form; empty exclude keys are not logged.
-        layer_swap, op_swap: the swap rules in force.
-        swap: whether ``swap_config.swap`` is on.
-    """
+    """Return the ``Formative ...`` lines: the normalised tables, and with ``swap`` the swap rules."""
     lines = [f"Formative layer_recompute: {format_formative(recompute)}"]
     for key, table in selections.items():
         if table or not key.endswith("_exclude"):
             lines.append(f"Formative {key}: {format_formative(table)}")
     if swap:
-        layer_entries = [_entry(rule) for rule in layer_swap or ()]
-        lines.append(f"Formative layer swap: [{', '.join(layer_entries)}]")
+        lines.append(f"Formative layer swap: [{', '.join(map(_entry, layer_swap or ()))}]")
         by_name: dict[str, list[str]] = {}
         for rule in op_swap or ():
             by_name.setdefault(rule.op_name, []).append(_entry(rule))
@@ -130,7 +115,6 @@ def _entry(rule: LayerSwapRule | OpSwapRule) -> str:
 
 def conflict_warnings(
     config: ActSwapConfig,
-    num_layers: int,
     full_layers: Sequence[int],
     layer_swap: Mapping[int, Prefetch],
     op_swap: Mapping[str, Sequence[int]],
@@ -143,8 +127,6 @@ def conflict_warnings(
     plan's adjustments.
 
     Args:
-        config: the configuration.
-        num_layers: number of layers of the whole model.
         full_layers: layers recomputed whole.
         layer_swap: layer -> prefetch, for the layers that ``layer_swap`` names.
         op_swap: op name as written -> the layers that it names.
@@ -153,41 +135,31 @@ def conflict_warnings(
     recompute = config.recompute_config.recompute
     if recompute is True:
         return [ALL_SWAP_LOST] if (layer_swap or op_swap) and not swaps else []
-    warnings = [_lost("All", layer) for layer in full_layers if layer in layer_swap]
+    warnings = [_lost("All", f"layer {layer}") for layer in full_layers if layer in layer_swap]
     for name, layers in op_swap.items():
-        warnings += [_lost(name, layer) for layer in full_layers if layer in layers]
+        warnings += [_lost(name, f"layer {layer}") for layer in full_layers if layer in layers]
     select = config.recompute_config.select_recompute
     for pattern, value in select.items() if isinstance(select, dict) else ():
         if value is True:
-            warnings.append(
-                f"{pattern} operator in all layers that is enabled swap do not work! "
-                "Because it is enabled recompute."
-            )
-            continue
-        chosen = [] if isinstance(value, bool) else [layer for layer in value if type(layer) is int]
-        swapped = [
-            layer for layer in range(num_layers) if layer in layer_swap or layer in op_swap.get(pattern, ())
-        ]
-        warnings += [_lost(pattern, layer) for layer in chosen if layer in swapped]
+            warnings.append(_lost(pattern, "all layers"))
+        elif value:
+            swapped = {*layer_swap, *op_swap.get(pattern, ())}
+            chosen = (layer for layer in value if type(layer) is int and layer in swapped)
+            warnings += [_lost(pattern, f"layer {layer}") for layer in chosen]
     return warnings
 
 
-def _lost(name: str, layer: int) -> str:
-    return (
-        f"{name} operator in layer {layer} that is enabled swap do not work! Because it is enabled recompute."
-    )
+def _lost(name: str, where: str) -> str:
+    return f"{name} operator in {where} that is enabled swap do not work! Because it is enabled recompute."
 
 
-NONE_BESIDE = "no communication stands beside what it names"
 RESULT_IS_SMALLER = (
     "what it reduces would have to be kept, and is at least as large as its result, unless that is "
     "recomputed too"
 )
-NOTHING_RECOMPUTED = "no recomputed layer communicates"
 FINAL_NORM = "final_norm"
 """Op name in ``tile_config.tile``, and scope, of the norm after the last layer, which is in no layer."""
 INPUT_IS_SPLIT = "with sequence parallelism each rank holds its own part of the input already"
-INPUT_IS_SWAPPED = "its input is swapped"
 NOT_WHOLE = "no layer is recomputed whole"
 
 _FIRST_ENTRY_WINS = "the first entry that names {} wins"
@@ -200,10 +172,8 @@ class RuleApplier:
     """Applies the keys of a configuration to the layers that a model, or a pipeline stage of it, holds.
 
     Args:
-        structure: structure of the model given.
         local: index of each layer in the model given, by its global index.
         num_layers: number of layers of the whole model.
-        swap: whether ``swap_config.swap`` is on.
 
     Attributes:
         fates, requests: what was decided for each layer and what was asked, by global layer index.
@@ -221,19 +191,28 @@ class RuleApplier:
         self.outside_rows: tuple[PlanRow, ...] = ()
         self.fates = {layer: LayerFates(structure.layers[own]) for layer, own in local.items()}
         self.requests = {layer: LayerRequests() for layer in local}
+        self._communicates = any(fates.layer.communications for fates in self.fates.values())
 
     def apply_layer_swap(self, rules: Iterable[LayerSwapRule]) -> dict[int, Prefetch]:
+        chosen = self._first_of("layer_swap", "", enumerate(rules))
+        for layer, prefetch in chosen.items():
+            if layer in self.fates:
+                self.fates[layer].swap("", _windows(prefetch))
+                self.requests[layer].layer_swap = prefetch
+        return chosen
+
+    def _first_of(
+        self, key: str, op_path: str, rules: Iterable[tuple[int, LayerSwapRule | OpSwapRule]]
+    ) -> dict[int, Prefetch]:
+        """Return the prefetch of the layers that rules name: of the first entry that names a layer."""
+        reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
         chosen: dict[int, Prefetch] = {}
-        for index, rule in enumerate(rules):
-            where = f"swap_config.layer_swap[{index}]"
+        for index, rule in rules:
+            where, asked = f"swap_config.{key}[{index}]", rule.backward_prefetch
             for layer in self._layers(rule.layers, f"{where}.layers"):
-                if layer in chosen:
-                    self._lose_to_first(where, "", layer, rule.backward_prefetch, chosen[layer])
-                    continue
-                chosen[layer] = rule.backward_prefetch
-                if layer in self.fates:
-                    self.fates[layer].swap("", _windows(rule.backward_prefetch))
-                    self.requests[layer].layer_swap = rule.backward_prefetch
+                first = chosen.setdefault(layer, asked)
+                if first != asked:
+                    self.adjustment(where, op_path, f"backward_prefetch {asked}", str(first), reason, layer)
         return chosen
 
     def apply_op_swap(self, rules: Iterable[OpSwapRule]) -> dict[str, list[int]]:
@@ -243,34 +222,24 @@ class RuleApplier:
             groups.setdefault(rule.op_name, []).append((index, rule))
         named: dict[str, list[int]] = {}
         for op_name, group in groups.items():
-            chosen: dict[int, tuple[str, Prefetch]] = {}
-            for index, rule in group:
-                where = f"swap_config.op_swap[{index}]"
-                for layer in self._layers(rule.layers, f"{where}.layers"):
-                    if layer in chosen:
-                        self._lose_to_first(where, op_name, layer, rule.backward_prefetch, chosen[layer][1])
-                    else:
-                        chosen[layer] = (where, rule.backward_prefetch)
+            chosen = self._first_of("op_swap", op_name, group)
             named[op_name] = sorted(chosen)
             where = f"swap_config.op_swap[{group[0][0]}].op_name"
             for layer, matches in self.matches(op_name, chosen, where):
-                _, prefetch = chosen[layer]
-                windows = _windows(prefetch)
                 for match in matches:
                     for target in match.targets:
-                        self.fates[layer].swap(target, windows)
+                        self.fates[layer].swap(target, _windows(chosen[layer]))
                     if match.logged:
-                        self.requests[layer].op_swap.append((match.name, prefetch))
+                        self.requests[layer].op_swap.append((match.name, chosen[layer]))
         return named
 
     def apply_select(self, table: Selection, full: tuple[int, ...]) -> None:
         where = "recompute_config.select_recompute"
+        asked, got = "selective recompute", "full recompute"
         for pattern, (_, layers) in table.items():
             for layer in layers:
                 if layer in full:
-                    self.adjustment(
-                        where, pattern, "selective recompute", "full recompute", FULL_BEATS_SELECTIVE, layer
-                    )
+                    self.adjustment(where, pattern, asked, got, FULL_BEATS_SELECTIVE, layer)
             wanted = [layer for layer in layers if layer not in full]
             for layer, matches in self.matches(pattern, wanted, where):
                 for match in matches:
@@ -294,7 +263,6 @@ class RuleApplier:
                 self.adjustment(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
     def set_budgets(self, budgets: Mapping[int, float], full: tuple[int, ...]) -> None:
-        """Note the activation memory budget of compiled layers."""
         for layer, budget in budgets.items():
             if layer not in self.fates:
                 continue
@@ -318,9 +286,7 @@ class RuleApplier:
                             effective = True
                             self.adjustment(where, pattern, "recompute", "keep", EXCLUDE_BEATS_ALL, layer)
             if not effective:
-                self.adjustment(
-                    where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
-                )
+                self.adjustment(where, pattern, "exclude", "no effect", "nothing that it names is recomputed")
 
     def apply_tiles(self, rules: Iterable[OpTileRule]) -> tuple[Tile, ...]:
         """Return the tiles that the entries ask for; the first entry that names a module wins."""
@@ -352,9 +318,8 @@ class RuleApplier:
             return
         first = found.setdefault((FINAL_NORM, ""), tile)
         if first != tile:
-            self.adjustment(
-                where, FINAL_NORM, str(tile), str(first), _FIRST_ENTRY_WINS.format(FINAL_NORM), None
-            )
+            reason = _FIRST_ENTRY_WINS.format(FINAL_NORM)
+            self.adjustment(where, FINAL_NORM, str(tile), str(first), reason)
 
     def _can_be_tiled(self, path: str, layer: int, where: str) -> bool:
         structure, reason = self.fates[layer].layer, ""
@@ -370,18 +335,24 @@ class RuleApplier:
     def inputs_to_swap(self, wanted: Layers, full: Iterable[int]) -> frozenset[int]:
         """Return the layers whose input ``recompute_input`` swaps: those that are recomputed whole."""
         where, asked = "swap_config.recompute_input", "input swapped"
-        checkpointed = [layer for layer, fates in self.fates.items() if fates.layer.checkpointed]
         named = self._layers(wanted, where)
         if named and self._structure.compiled:
-            self.adjustment(where, "", asked, "no effect", ONE_REGION, None)
+            self.adjustment(where, "", asked, "no effect", ONE_REGION)
             return frozenset()
+        checkpointed = [layer for layer, fates in self.fates.items() if fates.layer.checkpointed]
         found = frozenset(named).intersection((*full, *checkpointed))
-        if wanted is True and not found:
-            self.adjustment(where, "", asked, "no effect", "no layer is recomputed whole", None)
-        for layer in named if wanted is not True else ():
-            if layer not in found and layer in self.fates:
-                self.adjustment(where, "", asked, "no effect", NOT_RECOMPUTED_WHOLE, layer)
+        self._say_without_effect(where, asked, wanted, found, NOT_WHOLE, NOT_RECOMPUTED_WHOLE)
         return found
+
+    def _say_without_effect(
+        self, where: str, asked: str, wanted: Layers, found: frozenset[int], none: str, reason: str
+    ) -> None:
+        """Note where a key has no effect: in a layer because of ``reason``, in all because of ``none``."""
+        if wanted is True and not found:
+            self.adjustment(where, "", asked, "no effect", none)
+        for layer in self.layers_named(wanted) if wanted is not True else ():
+            if layer not in found and layer in self.fates:
+                self.adjustment(where, "", asked, "no effect", reason, layer)
 
     def swap_inputs(self, layers: Iterable[int], prefetch: Prefetch) -> None:
         """Swap the input of ``layers``, and of checkpointed layers whose ops were to be swapped."""
@@ -405,20 +376,16 @@ class RuleApplier:
         """Return the layers in which inputs of recomputed ops may be swapped (``select_recompute_input``)."""
         where, asked = "swap_config.select_recompute_input", "swapped as written"
         named = self._layers(wanted, where)
-        found = {layer for layer in named if layer in self.fates and self.fates[layer].selects}
-        if wanted is True and not found:
-            self.adjustment(where, "", asked, "no effect", "no op is recomputed selectively", None)
-        for layer in named if wanted is not True else ():
-            if layer not in found and layer in self.fates:
-                self.adjustment(where, "", asked, "no effect", NOT_RECOMPUTED_SELECTIVELY, layer)
-        return frozenset(found)
+        found = frozenset(layer for layer in named if layer in self.fates and self.fates[layer].selects)
+        none = "no op is recomputed selectively"
+        self._say_without_effect(where, asked, wanted, found, none, NOT_RECOMPUTED_SELECTIVELY)
+        return found
 
     def keep_inputs(self, lifted: frozenset[int], read: frozenset[int]) -> None:
         """Keep the inputs of recomputed ops on the device (MindFormers, coupling rule 2).
 
-        Args:
-            lifted: layers recomputed whole whose input is swapped all the same (`inputs_to_swap`).
-            read: layers in which the inputs of recomputed ops may be swapped (`ops_read_to_swap`).
+        Not those of ``lifted`` layers (`inputs_to_swap`), nor of ops in the layers ``read``
+        (`ops_read_to_swap`).
         """
         where = "swap_config"
         for layer, fates in self.fates.items():
@@ -445,7 +412,8 @@ class RuleApplier:
                     self.adjustment(where, op_path, "a fate", "no effect", reason, layer)
         # With no layer to look in, a typo shows only if the model holds every layer.
         looked_in = held or (list(self.fates) if len(self.fates) == self._num_layers else [])
-        if looked_in and not found and (held or not self._exists(op_path)):
+        names = [self._names[self._local[layer]] for layer in looked_in]
+        if names and not found and not any(one.match(op_path) for one in names):
             self.problems.append(self._unknown(op_path, self._local[looked_in[0]], where))
         return found
 
@@ -464,22 +432,14 @@ class RuleApplier:
             return tuple(range(self._num_layers)) if layers else ()
         return tuple(layer for layer in layers if layer < self._num_layers)
 
-    def _exists(self, op_path: str) -> bool:
-        return any(self._names[own].match(op_path) for own in self._local.values())
-
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
         hint = self._names[own_layer].hint(op_path)
         if not self._structure.functions_known:
             hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not})."
-        return Problem(
-            where,
-            f"a path that names an op of {self._structure.layers[own_layer].class_name}",
-            f"{op_path!r}",
-            hint,
-        )
+        expected = f"a path that names an op of {self._structure.layers[own_layer].class_name}"
+        return Problem(where, expected, f"{op_path!r}", hint)
 
     def _layers(self, layers: bool | tuple[int, ...], where: str) -> list[int]:
-        """Return the global layer indices that an entry names; indices outside the model are a problem."""
         last = self._num_layers - 1
         outside = [layer for layer in layers if layer > last] if not isinstance(layers, bool) else []
         if outside:
@@ -487,13 +447,8 @@ class RuleApplier:
             self.problems.append(Problem(where, f"layers from 0 to {last}", found))
         return list(self.layers_named(layers))
 
-    def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
-        reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
-        if asked != got:
-            self.adjustment(where, op_path, f"backward_prefetch {asked}", str(got), reason, layer)
-
     def adjustment(
-        self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
+        self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None = None
     ) -> None:
         layers = self._adjustments.setdefault((where, op_path, asked, got, reason), [])
         if layer is not None and layer not in layers:
@@ -505,105 +460,84 @@ class RuleApplier:
             for (where, op_path, asked, got, reason), layers in self._adjustments.items()
         ]
 
-
-class CommunicationRuleApplier:
-    """Applies the keys about communication inside layers to the fates of a `RuleApplier`.
-
-    Args:
-        applier: holds the fates and collects the adjustments.
-        swap: whether ``swap_config.swap`` is on.
-    """
-
-    def __init__(self, applier: RuleApplier, swap: bool) -> None:
-        self._applier, self._swap = applier, swap
-        self._communicates = any(fates.layer.communications for fates in applier.fates.values())
-
     def communicate_again(self, table: Selection, full: tuple[int, ...]) -> None:
         """``select_comm_recompute``: communicate again in backward, beside the named ops.
 
         Layers that are recomputed whole follow ``mp_comm_recompute`` instead (MindFormers, LayerSetting:
         selection is not applied to a layer that is recomputed whole).
         """
-        where = "recompute_config.select_comm_recompute"
+        where, asked = "recompute_config.select_comm_recompute", "recompute communication"
         for pattern, (_, layers) in table.items():
             wanted = [layer for layer in layers if layer not in full]
-            for layer, targets in self._named(pattern, wanted, where, "select_comm"):
-                fates = self._applier.fates[layer]
-                paths = [path for target in targets for path in fates.layer.communications_beside(target)]
+            for layer, paths in self._communications(pattern, wanted, where, "select_comm"):
+                fates = self.fates[layer]
                 if not paths:
-                    self._adjustment(
-                        where, pattern, "recompute communication", "no effect", NONE_BESIDE, layer
-                    )
+                    reason = "no communication stands beside what it names"
+                    self.adjustment(where, pattern, asked, "no effect", reason, layer)
                 for path in paths:
-                    self._again(fates, path, where, layer)
+                    if not fates.communicating_again_pays(path):
+                        self.adjustment(where, path, asked, "keep", RESULT_IS_SMALLER, layer)
+                    elif fates.communicate_again(path):
+                        self.adjustment(where, path, "swap", "re-gather", RECOMPUTE_BEATS_SWAP, layer)
 
-    def keep(self, table: Selection, used: set[str]) -> None:
+    def keep_communications(self, table: Selection, used: set[str]) -> None:
         """``select_comm_recompute_exclude``: keep the results of communications beside the named ops."""
         where = "recompute_config.select_comm_recompute_exclude"
         for pattern, (_, layers) in table.items():
             effective = pattern in used
-            for layer, targets in self._named(pattern, layers, where, "comm_exclude"):
-                fates = self._applier.fates[layer]
-                paths = [path for target in targets for path in fates.layer.communications_beside(target)]
-                for path in fates.keep_communications(paths):
+            for layer, paths in self._communications(pattern, layers, where, "comm_exclude"):
+                for path in self.fates[layer].keep_communications(paths):
                     effective = True
-                    self._adjustment(where, path, "recompute communication", "keep", EXCLUDE_BEATS_ALL, layer)
+                    self.adjustment(where, path, "recompute communication", "keep", EXCLUDE_BEATS_ALL, layer)
             if not effective and self._communicates:
                 reason = "nothing that it names is communicated again"
-                self._adjustment(where, pattern, "keep communication", "no effect", reason, None)
+                self.adjustment(where, pattern, "keep communication", "no effect", reason)
 
-    def keep_all(self) -> None:
+    def keep_all_communications(self) -> None:
         """``mp_comm_recompute: false``: keep the results of all communications inside what is recomputed.
 
         (MindSpore's ``Cell.recompute``: the communication beside an op is excluded from recomputation.)
         """
         kept = [
             path
-            for fates in self._applier.fates.values()
+            for fates in self.fates.values()
             for path in fates.keep_communications(fates.layer.communications, recomputed_only=True)
         ]
         if self._communicates and not kept:
-            where = "recompute_config.mp_comm_recompute"
-            self._adjustment(where, "", "false", "no effect", NOTHING_RECOMPUTED, None)
+            where, reason = "recompute_config.mp_comm_recompute", "no recomputed layer communicates"
+            self.adjustment(where, "", "false", "no effect", reason)
 
     def slice_inputs(self, full: Iterable[int], sequence_parallel: bool) -> None:
         """``recompute_slice_activation``: each rank keeps 1/tp of the input of a layer recomputed whole."""
-        where, applier = "recompute_config.recompute_slice_activation", self._applier
-        held = [layer for layer in full if layer in applier.fates]
+        where = "recompute_config.recompute_slice_activation"
+        held = [layer for layer in full if layer in self.fates]
         if sequence_parallel or not held:
-            self._adjustment(where, "", "slices", "no effect", INPUT_IS_SPLIT if held else NOT_WHOLE, None)
+            self.adjustment(where, "", "slices", "no effect", INPUT_IS_SPLIT if held else NOT_WHOLE)
             return
         for layer in held:
-            before = applier.fates.get(layer - 1)
+            before = self.fates.get(layer - 1)
             if before is not None:
                 sliced = before.slice_output()
             else:
-                sliced = not applier.outside_rows
-                applier.outside_rows = applier.outside_rows or (PlanRow("embedding", OUTPUT, "slice"),)
+                sliced = not self.outside_rows
+                self.outside_rows = self.outside_rows or (PlanRow("embedding", OUTPUT, "slice"),)
             if not sliced:
-                self._adjustment(where, "", "slices", "swap", INPUT_IS_SWAPPED, layer)
+                self.adjustment(where, "", "slices", "swap", "its input is swapped", layer)
 
-    def _again(self, fates: LayerFates, path: str, where: str, layer: int) -> None:
-        if not fates.communicating_again_pays(path):
-            self._adjustment(where, path, "recompute communication", "keep", RESULT_IS_SMALLER, layer)
-        elif fates.communicate_again(path):
-            self._adjustment(where, path, "swap", "re-gather", RECOMPUTE_BEATS_SWAP, layer)
-
-    def _named(
+    def _communications(
         self, pattern: str, layers: Iterable[int], where: str, request: str
     ) -> Iterable[tuple[int, list[str]]]:
-        """Note what the reference would log, and yield (layer, targets) where the model communicates."""
-        for layer, matches in self._applier.matches(pattern, layers, where):
+        """Note what the reference would log; yield (layer, communications beside what a pattern names)."""
+        for layer, matches in self.matches(pattern, layers, where):
             if request == "select_comm" or not self._swap:
                 names = [match.bare_name for match in matches if not match.is_module]
-                getattr(self._applier.requests[layer], request).extend(names)
+                getattr(self.requests[layer], request).extend(names)
             if self._communicates:
-                yield layer, [target for match in matches for target in match.targets]
-
-    def _adjustment(
-        self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
-    ) -> None:
-        self._applier.adjustment(where, op_path, asked, got, reason, layer)
+                beside = self.fates[layer].layer.communications_beside
+                yield (
+                    layer,
+                    [path for match in matches for target in match.targets for path in beside(target)],
+                )
 
 
 def _overlap(path: str, other: str) -> bool:
@@ -611,16 +545,12 @@ def _overlap(path: str, other: str) -> bool:
 
 
 def _windows(prefetch: Prefetch) -> Windows | None:
-    """Return the windows of a prefetch number; ``None`` for ``auto``: the engine measures and chooses."""
     return None if prefetch == "auto" else Windows.of_prefetch(prefetch)
 
 
 def same_ops(pattern: str, other: str) -> bool:
     """Whether two op paths match level by level, in either direction (MindFormers, LayerSetting)."""
     one, two = split_op_path(pattern), split_op_path(other)
-    if len(one) != len(two):
-        return False
-    return all(
-        re.fullmatch(a, b) is not None or re.fullmatch(b, a) is not None
-        for a, b in zip(one, two, strict=True)
+    return len(one) == len(two) and all(
+        re.fullmatch(a, b) or re.fullmatch(b, a) for a, b in zip(one, two, strict=True)
     )

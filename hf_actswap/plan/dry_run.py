@@ -1,21 +1,15 @@
 """A dry run: one call of a model on fake tensors, without hooks, kernels or compilation.
 
-The call happens on a model that is already set up for training, so it must not have side effects. A
-hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
-or count its calls. A Triton kernel that is given the address of a fake tensor would run on address 0, which
-ends the CUDA context.
+The model is already set up for training, so the call must not have side effects. A hook may gather sharded
+weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good) or count its calls. A
+Triton kernel that is given the address of a fake tensor would run on address 0, which ends the CUDA context.
+A forward may also write to its model (BigBird replaces its attention for short sequences, a rotary embedding
+keeps the longest length that it has seen, a router its last logits): all of that is put back.
 
-Puts back what the calls of a model have changed in it, beside the values of tensors.
-
-A forward may write to its model: BigBird replaces its attention for short sequences, a rotary embedding keeps
-the longest length that it has seen, a router keeps its last logits. After a dry run all of that must be as it
-was: it was done for an example, and the tensors are fake.
-
-Calls of a module with other tensors in the place of its weights.
-
-`torch.func.functional_call` goes by names. A module at two paths (``model.alias = model.embed_tokens``) has
-two names for one place. What `functional_call` finds there by the second name is the stand-in, which it puts
-back at the end. This exchange goes by places: each is filled and put back once, whatever paths lead to it.
+`exchanged` calls a module with other tensors in the place of its weights. `torch.func.functional_call` goes
+by names, and a module at two paths (``model.alias = model.embed_tokens``) has two names for one place: what
+it finds there by the second name is the stand-in, which it puts back at the end. `exchanged` goes by places:
+each is filled and put back once.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import logging
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -51,8 +45,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 
 
-def is_part_of_the_model(hook: Any) -> bool:
-    """Whether a hook has the attribute `PART_OF_THE_MODEL`, or is a method of an object that has it."""
+def is_part_of_the_model(hook: Any) -> bool:  # or a method of an object that is
     return hasattr(hook, PART_OF_THE_MODEL) or hasattr(getattr(hook, "__self__", None), PART_OF_THE_MODEL)
 
 
@@ -103,8 +96,7 @@ def _places(model: nn.Module) -> Iterator[Any]:
         waiting += held
 
 
-def _is_configuration(kind: type) -> bool:
-    """Whether objects of a class are configurations of transformers, which this package does not import."""
+def _is_configuration(kind: type) -> bool:  # of transformers, which this package does not import
     return isinstance(getattr(kind, "model_type", None), str)
 
 
@@ -129,9 +121,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
 """Modules of transformers whose hooks stay: a forward reads what they collect (router logits)."""
 
-_ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
-_MASK, _POSITIONS = "attention_mask", "position_ids"
 
 _DEVICE = torch.ops.prim.device.default
 _VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
@@ -145,8 +135,6 @@ _IMAGE_SIZE, _FRAMES, _SAMPLES = 224, 1500, 16_000
 """Sizes of examples if the model's configuration gives none: side of an image in pixels, frames of a
 spectrogram, samples of a second of sound."""
 
-_Hooks = MutableMapping[int, Callable[..., Any]]
-
 
 @contextmanager
 def hooks_off(model: nn.Module) -> Iterator[None]:
@@ -155,17 +143,11 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
     The dictionaries stay the same objects, so that handles given out earlier still remove their hooks. A hook
     that the model itself registers meanwhile is removed; `unchanged` removes the mark that it did.
     """
+    # By `vars`: a compiled module answers for the one inside it when asked by name.
+    places = [hooks for module in model.modules() for name in _HOOKS if (hooks := vars(module)[name])]
+    places += [vars(module_hooks)[f"_global{name}"] for name in _HOOKS]
     # By identity: regional compilation makes copies of modules that share their dictionaries.
-    places: dict[int, _Hooks] = {}
-    for module in model.modules():
-        for name in _HOOKS:
-            hooks = vars(module)[name]  # a compiled module answers for the one inside it when asked by name
-            if hooks:
-                places[id(hooks)] = hooks
-    for name in _HOOKS:
-        hooks = vars(module_hooks)[f"_global{name}"]
-        places[id(hooks)] = hooks
-    saved = [(hooks, dict(hooks)) for hooks in places.values()]
+    saved = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks in places}.values()]
     try:
         for hooks, before in saved:
             for number, hook in before.items():
@@ -183,19 +165,19 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
 def assume_unpacked_rows() -> Iterator[None]:
     """Tell transformers that no row is packed from several sequences; it cannot read that from fake tensors.
 
-    It would build an attention mask to be safe. With a mask, attention repeats keys and values for their
-    groups of heads, with ops and autograd nodes that a forward in training does not have.
+    It would build an attention mask to be safe, with which attention repeats keys and values for their groups
+    of heads: ops and autograd nodes that a forward in training does not have.
     """
     names = getattr(sys.modules.get("transformers.masking_utils"), "__dict__", {})
-    ask = names.get(_ASK_PACKED)
+    ask = names.get("find_packed_sequence_indices")
     if ask is None:
         yield
         return
-    names[_ASK_PACKED] = lambda *_args, **_kwargs: None
+    names["find_packed_sequence_indices"] = lambda *_args, **_kwargs: None
     try:
         yield
     finally:
-        names[_ASK_PACKED] = ask
+        names["find_packed_sequence_indices"] = ask
 
 
 class _FakeTensors(FakeTensorMode):
@@ -204,12 +186,6 @@ class _FakeTensors(FakeTensorMode):
     PyTorch caches the result of each op, and spends most of a dry run on describing the arguments for the
     cache's key: the description here is shorter. PyTorch does not cache ``_unsafe_view`` (one in each linear
     layer), which below autograd is the same as ``view``.
-
-    ``bincount`` with a ``minlength`` returns that many elements; in general the number depends on the values.
-    The balancing losses of transformers up to 5.17 count tokens per expert with it.
-
-    ``rand`` of a single number has the value 0.5: encoders and decoders of transformers up to 5.17 compare
-    one with ``layerdrop``, to decide whether they drop a layer.
     """
 
     @classmethod
@@ -219,6 +195,8 @@ class _FakeTensors(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # more than half of all calls
             return args[0].device
+        # The balancing losses of transformers up to 5.17 count tokens per expert with `bincount` and a
+        # `minlength`, of which there are then that many; in general the number depends on the values.
         if func is torch.ops.aten.bincount.default:
             given = dict(zip(("self", "weights", "minlength"), args, strict=False)) | (kwargs or {})
             weights, count = given.get("weights"), given.get("minlength", 0)
@@ -227,6 +205,7 @@ class _FakeTensors(FakeTensorMode):
                     dtype = torch.long if weights is None else weights.dtype
                     return torch.empty(count, dtype=dtype, device=given["self"].device)
         found: Any = super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
+        # Encoders and decoders of transformers up to 5.17 compare such a number with `layerdrop`.
         if func is torch.ops.aten.rand.default and not args[0]:
             found.constant = torch.full((), 0.5)
         return found
@@ -248,7 +227,6 @@ class _FakeTensors(FakeTensorMode):
 
 
 def _is_described(fake: FakeTensor) -> bool:
-    """Whether the description of `_prep_args_for_hash` says all that an op's answer depends on."""
     return fake.constant is None and fake.layout == torch.strided and not (fake.is_conj() or fake.is_neg())
 
 
@@ -274,7 +252,7 @@ def fakes_only() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         # Innermost hooks win: those around us (offloading, counting) do not meet fake tensors.
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, no_backward))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))
         stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
         yield
 
@@ -283,14 +261,8 @@ def fakes_only() -> Iterator[None]:
 def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Prepare a call of ``model`` on fake tensors: its hooks are off, and nothing is compiled.
 
-    What the call changes in the model is put back (`unchanged`).
-
-    Args:
-        model: the model that will be called inside the context.
-        kwargs: keyword arguments of the real call.
-
-    Yields:
-        The arguments without an idle mask; the caller makes their tensors fake (`fake_batch`).
+    What the call changes in the model is put back (`unchanged`). Yields the real call's arguments ``kwargs``
+    without an idle mask; the caller makes their tensors fake (`fake_batch`).
     """
     named = without_idle_mask(kwargs)
     packed = nullcontext() if holds_several_sequences(named) else assume_unpacked_rows()
@@ -306,47 +278,45 @@ def check_device(device: torch.device) -> None:
 
 
 def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without a mask that hides no token.
+    """Return the arguments without a mask that hides no token, as transformers, which cannot read a fake one.
 
-    transformers drops such a mask too, but cannot read a fake one. Synchronises with the device once.
+    Synchronises with the device once.
     """
-    mask = kwargs.get(_MASK)
+    mask = kwargs.get("attention_mask")
     idle = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool(mask.all())
-    return {**kwargs, _MASK: None} if idle else dict(kwargs)
+    return {**kwargs, "attention_mask": None} if idle else dict(kwargs)
 
 
 def holds_several_sequences(kwargs: Mapping[str, Any]) -> bool:
     """Whether ``position_ids`` say that a row is packed from several sequences, which attention separates."""
-    positions = kwargs.get(_POSITIONS)
+    positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.is_meta:
         return False
     return not bool((positions.diff(dim=-1) == 1).all())
 
 
 def fake_batch(values: Any, device: torch.device) -> Any:
-    """Return ``values`` with plain fake tensors in place of tensors. Call inside `fakes_only`.
+    """Return a pytree with fake tensors in place of tensors, those on ``meta`` on ``device``."""
 
-    Args:
-        values: any pytree.
-        device: where the fakes of tensors on ``meta`` are.
-    """
-    return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, device), values)
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        place, strides = _place(tensor, device), tensor.stride()
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=place)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, fake, values)
 
 
 def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return fake tensors for the parameters and buffers, by name; tied ones appear once.
 
-    Fakes of parameters count as ``Parameter``, so that autocast's casts of them are recognised. The fake of a
-    sharded or quantised parameter has the whole shape, and the dtype that the parameter computes in; if FSDP2
-    casts parameters when it gathers them, that dtype. A parameter of a class that is no wrapper (packed
-    weights of bitsandbytes) is left out: its module reads more of it than shape and dtype.
+    Call inside `fakes_only`. Fakes of parameters count as ``Parameter``, so that autocast's casts of them are
+    recognised. The fake of a sharded or quantised parameter has the whole shape, and the dtype that the
+    parameter computes in; if FSDP2 casts parameters when it gathers them, that dtype. A parameter of a class
+    that is no wrapper (packed weights of bitsandbytes) is left out: its module reads more of it than shape
+    and dtype.
 
-    Weights that wait on the host while the rest of the model is on an accelerator are taken to be there too:
-    that is where their layer finds them.
-
-    Args:
-        model: any module. Call inside `fakes_only`.
-        device: where the fakes of tensors on ``meta`` are.
+    Fakes of tensors on ``meta`` are on ``device``. Weights that wait on the host while the rest of the model
+    is on an accelerator are taken to be there too: that is where their layer finds them.
     """
     first = next((weight.device for weight in model.parameters() if not weight.is_meta), device)
     weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
@@ -373,11 +343,8 @@ def expert_stand_ins(
 
     Which expert gets which token depends on data, so fake tensors cannot run the experts. Beside their
     grouped matrix products they call the gated activation. The stand-in calls only that, on new tensors.
-
-    Args:
-        layers: the layers in which experts are replaced.
-        ran: called before the activation, with the path of the experts' module inside its layer, the hidden
-            states that it received, and the new tensors: its output, and the two inputs of the activation.
+    Before, it calls ``ran`` with the path of the experts' module inside its layer, the hidden states that it
+    received, and the new tensors: its output, and the two inputs of the activation.
     """
     changed: list[nn.Module] = []
     try:
@@ -422,12 +389,8 @@ def example_batch(
 ) -> dict[str, Any]:
     """Return keyword arguments for a call of a model: ids, pixels or sounds, as it takes them, all zeros.
 
-    Images and sounds have the size that the model's configuration gives: some models reject another.
-
-    Args:
-        model: the model to be called.
-        weights: the model's weights; the batch is on their device.
-        shape: batch size and sequence length.
+    They are on the device of ``weights``, of (batch size, sequence length) ``shape``. Images and sounds have
+    the size that the model's configuration gives: some models reject another.
     """
     config: Any = getattr(model, "config", None)
     weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
@@ -461,12 +424,6 @@ def _gathered_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None
         yield name, dtype
 
 
-def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    place = _place(tensor, device)
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
-    return fake.requires_grad_(tensor.requires_grad)
-
-
 def _place(tensor: torch.Tensor, device: torch.device) -> torch.device:
     return device if tensor.device.type == "meta" else tensor.device
 
@@ -476,12 +433,8 @@ def _is_its_data(tensor: object) -> bool:
 
 
 def no_backward(_nothing: None) -> torch.Tensor:
-    """Unpack hook for tensors that `_forget` did not keep: there is nothing to run a backward with."""
+    """Unpack hook for tensors that were not kept: there is nothing to run a backward with."""
     raise RuntimeError("a backward inside the recorded forward: nothing was saved for it")
-
-
-def _forget(_tensor: torch.Tensor) -> None:
-    """Pack hook that keeps nothing: no backward follows."""
 
 
 @contextmanager
@@ -490,13 +443,7 @@ def exchanged(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[
 
     A tensor that is in several places (tied weights, a module at two paths) is replaced in all of them. At
     the end each of these places has the tensor from before, whatever the calls inside have put there.
-
-    Args:
-        module: a module that is called inside the block.
-        named: the tensors to use instead, by one name of each parameter or buffer.
-
-    Raises:
-        AttributeError: the module has no parameter or buffer of a name in ``named``.
+    ``named``: the tensors, by one name of each parameter or buffer.
     """
     instead = {id(_tensor_at(module, name)): tensor for name, tensor in named.items()}
     before = [

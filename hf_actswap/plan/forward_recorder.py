@@ -7,7 +7,7 @@ they are held (`ForwardRecorder.saving`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +58,6 @@ class TrackedStorage:
         on_device: whether it is on the device whose tensors can move.
         producer: the call that owns it; ``None``: it is unowned, and never moves.
         stays_unowned: whether no call can own it later.
-        uses: every recorded use, in order.
     """
 
     ref: StorageWeakRef | None
@@ -133,13 +132,9 @@ class ForwardRecorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Call ``model`` and record it. Call inside `dry_run.dry_call`.
+        """Call ``model`` (``root``, in which the scopes' paths start, or a module in it) and record it.
 
-        Args:
-            model: the module to call.
-            root: the module in which the scopes' paths start; ``model``, or a module around it.
-            state: the fake weights of ``model``.
-            args, kwargs: arguments of the call, with fake tensors.
+        Call inside `dry_run.dry_call`, with fake weights and arguments.
         """
         self.own(state.values(), None)
         self.own(tree_leaves((args, kwargs)), None)
@@ -148,21 +143,13 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:
-        """Follow the scopes, and the module path inside each layer, by hooks that are removed at the end.
-
-        Args:
-            root: the module in which the scopes' paths start.
-            wrap: registers the hooks of a module; ``None``: as PyTorch's module hooks.
-        """
+        """Follow the scopes below ``root``, and the module path inside each layer, by hooks."""
         wrap = wrap or _plain_hooks
-        undo: list[Undo] = []
-        try:
+        with ExitStack() as undo:
             for scope, path in self._scopes.items():
-                undo += self._follow(root.get_submodule(path), scope, wrap)
+                for step in self._follow(root.get_submodule(path), scope, wrap):
+                    undo.callback(step)
             yield
-        finally:
-            for step in reversed(undo):
-                step()
 
     def _follow(self, module: nn.Module, scope: Scope, wrap: HookWrapper) -> Iterator[Undo]:
         is_layer = scope in self._attention
@@ -178,11 +165,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def compiled_whole(self, args: Any) -> Iterator[None]:
-        """Record what is saved inside as layer 0's: all layers are one compiled region, as for the engine.
-
-        Args:
-            args: the arguments with which the region is called.
-        """
+        """Record what is saved inside as layer 0's: all layers are one compiled region, as for the engine."""
         self.own(tree_leaves(args), None)
         self._scope = (0, "", None)
         self._arrived()
@@ -199,20 +182,12 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> AbstractContextManager[Any]:
         """Return hooks that record what autograd saves.
 
-        Args:
-            hold: pack hook: returns what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
-            restore: unpack hook: returns the tensor.
+        ``hold`` (pack hook) returns what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
         """
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, hold), restore)
 
     def record_opaque_module(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        """Record that a module has run as one op; call this before its outputs are used.
-
-        Args:
-            path: path of the module inside its layer.
-            received: the tensor that it read.
-            outputs: the tensors that it made, each with a storage of its own.
-        """
+        """Record that a module has run as one op; call this before its outputs are used."""
         if self._layer is not None:
             with torch._C.DisableTorchFunction():
                 self._layer.calls((path, 0), [self._find(received)])
@@ -260,12 +235,11 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _tracked(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Return the storage of a tensor; if it is not tracked yet, what runs now becomes its owner."""
-        return self._find(tensor) or self._own(tensor, self._owner_of_untracked(tensor))
-
-    def _owner_of_untracked(self, tensor: torch.Tensor) -> OpCall:
+        if (tracked := self._find(tensor)) is not None:
+            return tracked
         if self._autocast and is_cast_of_parameter(tensor):
-            return OUTSIDE
-        return self._here() if self._running is None else self._running
+            return self._own(tensor, OUTSIDE)
+        return self._own(tensor, self._here() if self._running is None else self._running)
 
     def _here(self) -> OpCall:
         """Return the owner of tensors that no visible function produced."""
@@ -326,7 +300,7 @@ class ForwardRecorder(TorchFunctionMode):
                 self.own([hidden], (scope, OUTPUT, None))
             self._arrived()
 
-        return self._unrecorded(before), self._unrecorded(after)
+        return _unrecorded(before), _unrecorded(after)
 
     def _path_hooks(self, call: OpCall, opaque: bool) -> tuple[Hook, Hook]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -346,16 +320,7 @@ class ForwardRecorder(TorchFunctionMode):
                 self._layer.stack.leave(call[1])
                 self._arrived()
 
-        return self._unrecorded(before), self._unrecorded(after)
-
-    def _unrecorded(self, hook: Hook) -> Hook:
-        """Return ``hook`` without function modes: what it calls on tensors is no function of the model."""
-
-        def run(*args: Any) -> None:
-            with torch._C.DisableTorchFunction():
-                hook(*args)
-
-        return run
+        return _unrecorded(before), _unrecorded(after)
 
     def _pause(self) -> None:
         """Leave this mode: the compiler would trace it into its graph."""
@@ -405,13 +370,7 @@ class ForwardRecorder(TorchFunctionMode):
 
 
 class _LayerCall:
-    """One call of a layer: which op produced which storage in it, and which functions have read the storage.
-
-    Args:
-        record: record of the layer, which this call extends.
-        attention: paths inside the layer of its attention modules.
-        received: storages of the hidden state with which the layer is called.
-    """
+    """One call of a layer: which op produced which storage in it, and which functions have read it."""
 
     def __init__(
         self, record: LayerRecord, attention: frozenset[str], received: list[TrackedStorage | None]
@@ -445,7 +404,7 @@ class _LayerCall:
 
         Args:
             op: its op path and ordinal.
-            versions: its inputs with their versions before it ran, from `versions`.
+            versions: its inputs with their versions before it ran.
             outputs: its results with storages of their own; none: it returned views, or wrote in place.
         """
         written: dict[TrackedStorage, bool] = {}
@@ -472,18 +431,24 @@ class _LayerCall:
         self._record.calls.append(Call(op, tuple(dict.fromkeys(producers))))
 
     def ends(self, output: TrackedStorage | None) -> None:
-        """Record that the layer has returned its hidden state."""
         self._record.nodes = _next_node_number() - self._first_node
         if output is not None and output in self._producers:
             self._record.output = self._producers[output]
 
 
+def _unrecorded(hook: Hook) -> Hook:
+    """Return ``hook`` without function modes: what it calls on tensors is no function of the model."""
+
+    def run(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*args)
+
+    return run
+
+
 def _plain_hooks(module: nn.Module, before: Hook, after: Hook) -> list[Undo]:
-    handles = [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
-    ]
-    return [handle.remove for handle in handles]
+    first = module.register_forward_pre_hook(before, with_kwargs=True)
+    return [first.remove, module.register_forward_hook(after).remove]
 
 
 def _reach_bytes(tensor: torch.Tensor) -> tuple[int, int]:
@@ -495,7 +460,7 @@ def _reach_bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that the engine can move: elements in memory as they are."""
+    """Whether the engine can move a tensor: elements in memory as they are."""
     return tensor.layout == torch.strided and not (
         tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     )

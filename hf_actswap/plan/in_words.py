@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .actions import COMPILE_BUDGET, MemoryPlan, PlanRow, Scope, folded_tiles, format_scopes
+from .actions import COMPILE_BUDGET, MemoryPlan, Scope, folded_tiles, format_scopes
 from .model_structure import ModelStructure, is_below
 
 MOST_LINES = 4
@@ -14,10 +14,7 @@ _MOST_NAMES = 6
 def plan_in_words(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:
     """Return lines such as ``layers 0-2: swap self_attn; recompute input_layernorm.*``; windows are left out.
 
-    Args:
-        plan: the plan.
-        structure: layers and ops of the model, by which ``mlp.*`` is told from some ops of the MLP. ``None``:
-            the ops are listed.
+    By ``structure`` ``mlp.*`` is told from some ops of the MLP; without it the ops are listed.
     """
     scopes_by_words: dict[str, list[Scope]] = {}
     for scope in plan.scopes:
@@ -28,9 +25,8 @@ def plan_in_words(plan: MemoryPlan, structure: ModelStructure | None = None) -> 
     if plan.streamed is not None:
         found.insert(0, (plan.num_layers, f"the sequence: {plan.streamed}"))
     if plan.weights == "host":
-        found.insert(
-            0, (plan.num_layers, "frozen weights of the layers: on the host, copied in layer by layer")
-        )
+        line = "frozen weights of the layers: on the host, copied in layer by layer"
+        found.insert(0, (plan.num_layers, line))
     lines = [text for _, text in found]
     if len(lines) > MOST_LINES:
         most = sorted(range(len(found)), key=lambda index: -found[index][0])[:MOST_LINES]
@@ -48,20 +44,12 @@ def _scope_in_words(plan: MemoryPlan, structure: ModelStructure | None, scope: S
     paths: dict[str, list[str]] = {}
     for row in plan.rows:
         if row.scope == scope:
-            paths.setdefault(_verb(row), []).append(row.op_path)
-    known = _ops_of(structure, scope)
-    return "; ".join(f"{verb} {', '.join(_collapsed(found, known))}" for verb, found in paths.items())
-
-
-def _verb(row: PlanRow) -> str:
-    if COMPILE_BUDGET in row.parameters:
-        return f"{row.fate} (compile budget {row.parameters[COMPILE_BUDGET]:g})"
-    return row.fate
-
-
-def _ops_of(structure: ModelStructure | None, scope: Scope) -> list[str]:
+            budget = row.parameters.get(COMPILE_BUDGET)
+            verb = row.fate if budget is None else f"{row.fate} (compile budget {budget:g})"
+            paths.setdefault(verb, []).append(row.op_path)
     layers = () if structure is None else structure.all_layers
-    return [op.path for layer in layers if layer.index == scope for op in layer.ops]
+    known = [op.path for layer in layers if layer.index == scope for op in layer.ops]
+    return "; ".join(f"{verb} {', '.join(_collapsed(found, known))}" for verb, found in paths.items())
 
 
 def _collapsed(paths: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -1,17 +1,14 @@
-"""The pipeline layout: which layers stand on which stage.
+"""The pipeline layout: which layers stand on which stage, and what the recompute keys mean on it.
 
 With interleaving a stage holds several chunks of consecutive layers, and layers are numbered
 interleave-major: all stages of interleave 0 in order, then all of interleave 1. ``counts[v][s]`` is the
-number of layers in the chunk of interleave ``v`` on stage ``s``. The recompute keys are tables over this
-layout.
+number of layers in the chunk of interleave ``v`` on stage ``s``. Pure arithmetic, after MindFormers'
+``LayerSetting``.
 
-Pure arithmetic, after MindFormers' ``LayerSetting``.
-
-**Tables.** The values of recompute keys become tables over the layout, and the tables layers. MindFormers
-writes these keys as *numbers of layers per pipeline stage*. Every form of value is normalised
-("formative" in the reference's log) to a table ``[interleave][stage]``, which says how many of the *first*
-layers of each chunk are meant. With ``swap: true`` the same keys name global layer indices instead, and the
-layout plays no part: ``[2, 1]`` is then "layers 2 and 1".
+**Tables.** MindFormers writes recompute keys as *numbers of layers per pipeline stage*. Every form of value
+is normalised ("formative" in the reference's log) to a table ``[interleave][stage]``, which says how many of
+the *first* layers of each chunk are meant. With ``swap: true`` the same keys name global layer indices
+instead, and the layout plays no part: ``[2, 1]`` is then "layers 2 and 1".
 
 Nothing here raises on what a user wrote: each function returns its result beside the list of problems
 found; with problems, the result is not to be used.
@@ -23,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
-from ..config.schema import LayerCounts, Layers, Offset, OpSelection, ParallelConfig
+from ..config import LayerCounts, Layers, Offset, OpSelection, ParallelConfig
 from ..errors import Problem
 
 CountTable = tuple[tuple[int, ...], ...]
@@ -44,7 +42,6 @@ class PipelineLayout:
 
     @property
     def pp(self) -> int:
-        """Pipeline stages (``pipeline_stage``)."""
         return len(self.counts[0])
 
     @property
@@ -56,7 +53,6 @@ class PipelineLayout:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
         return self._ends[-1][-1]
 
     @cached_property
@@ -67,7 +63,6 @@ class PipelineLayout:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
-        """(interleave, stage) of each layer."""
         chunks = [(v, s) for v in range(self.vpp) for s in range(self.pp)]
         return tuple(place for place in chunks for _ in self.chunk(*place))
 
@@ -132,7 +127,6 @@ def build_layout(
 
 
 def _offset_table(offset: Offset, pp: int, vpp: int, where: str) -> tuple[CountTable, list[Problem]]:
-    """Broadcast an offset to [interleave][stage]."""
     if isinstance(offset, int):
         return ((offset,) * pp,) * vpp, []
     rows = [row for row in offset if isinstance(row, tuple)]
@@ -147,20 +141,17 @@ def _offset_table(offset: Offset, pp: int, vpp: int, where: str) -> tuple[CountT
 
 
 def width_problems(found: int, pp: int, where: str) -> list[Problem]:
-    """Return what is wrong with a row that must have one number per stage."""
     if found == pp:
         return []
     return [Problem(where, f"{counted(pp, 'number')}, one per pipeline stage", counted(found, "number"))]
 
 
 def rows_problem(found: int, vpp: int, where: str) -> Problem:
-    """Return the problem of a table that does not have one row per interleave."""
     expected = f"{counted(vpp, 'row')}, one per interleave (pp_interleave_num {vpp})"
     return Problem(where, expected, counted(found, "row"))
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 row``, ``2 rows``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -214,9 +205,7 @@ def normalise_counts(
     is ``[[1, 1], [1, 0]]``. A table gives each chunk its own number. Numbers beyond what a stage or a chunk
     holds mean all of it; ``True`` and ``False`` may stand for a number, or for a whole row of a table.
 
-    Returns:
-        The table [interleave][stage], and the problems: negative numbers (the reference never returns
-        from them), and shapes other than the layout's.
+    Problems: negative numbers (the reference never returns from them), and shapes other than the layout's.
     """
     if isinstance(value, bool):
         return _clip((value,) * layout.vpp, layout), []
@@ -241,7 +230,6 @@ def _check_numbers(numbers: Sequence[int], where: str) -> list[Problem]:
 
 
 def _check_table(table: Sequence[object], layout: PipelineLayout, where: str) -> list[Problem]:
-    """Return what is wrong with a table: its shape, its rows, its numbers."""
     problems = [] if len(table) == layout.vpp else [rows_problem(len(table), layout.vpp, where)]
     for v, row in enumerate(table):
         if isinstance(row, tuple):
@@ -306,12 +294,10 @@ def normalise_indices(value: LayerCounts, num_layers: int, where: str) -> tuple[
         if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < num_layers:
             indices.append(item)
             continue
-        found = str(item).lower() if isinstance(item, bool) else shown(item)
-        hint = (
-            "" if isinstance(item, int) else "With swap_config.swap: true this key knows no pipeline stages."
-        )
         expected = f"a layer index from 0 to {num_layers - 1}"
-        problems.append(Problem(f"{where}[{position}]", expected, found, hint))
+        no_stages = "With swap_config.swap: true this key knows no pipeline stages."
+        hint = "" if isinstance(item, int) else no_stages
+        problems.append(Problem(f"{where}[{position}]", expected, shown(item), hint))
     return tuple(indices), problems
 
 
@@ -341,25 +327,21 @@ def normalise_selection(
     """
     value = False if value is None else value
     by_pattern, problems = _by_pattern(value, default_patterns, swap=swap, where=where)
-    keyed = isinstance(value, Mapping)
-    if swap:
-        indices: dict[str, Layers] = {}
-        for pattern, item in by_pattern.items():
-            place = f"{where}.{pattern}" if keyed else where
-            indices[pattern], found = normalise_indices(item, layout.num_layers, place)
-            problems += found
-        return indices, _unique(problems)
-    tables: dict[str, CountTable] = {}
+    forms: dict[str, Any] = {}
     for pattern, item in by_pattern.items():
-        tables[pattern], found = normalise_counts(item, layout, f"{where}.{pattern}" if keyed else where)
+        place = f"{where}.{pattern}" if isinstance(value, Mapping) else where
+        if swap:
+            forms[pattern], found = normalise_indices(item, layout.num_layers, place)
+        else:
+            forms[pattern], found = normalise_counts(item, layout, place)
         problems += found
-    return tables, _unique(problems)
+    # A wrong value that holds for several default ops gives several equal problems.
+    return forms, list(dict.fromkeys(problems))
 
 
 def _by_pattern(
     value: OpSelection, default_patterns: Sequence[str], *, swap: bool, where: str
 ) -> tuple[dict[str, LayerCounts], list[Problem]]:
-    """Return the value of each op path of a selection, and what is wrong with the selection."""
     if isinstance(value, Mapping):
         return dict(value), []
     if value == ():
@@ -378,24 +360,14 @@ def _by_pattern(
     return dict.fromkeys(default_patterns, value), []
 
 
-def _unique(problems: Sequence[Problem]) -> list[Problem]:
-    """Return each problem once: a wrong value that holds for several default ops gives several equal ones."""
-    return list(dict.fromkeys(problems))
-
-
 def format_formative(value: CountTable | Layers | Mapping[str, CountTable] | Mapping[str, Layers]) -> str:
-    r"""Return a normal form as text, as MindFormers' documents print it.
+    r"""Return a normal form as text, as MindFormers' documents print it: a backslash stays single.
 
-    ``{'feed_forward\.mul': [[4, 5], [5, 4]]}``, ``[[2, 1], [1, 0]]``, ``True``, ``[0, 3]``. Unlike Python's
-    ``repr``, a backslash stays single, as in the documents.
+    ``{'feed_forward\.mul': [[4, 5], [5, 4]]}``, ``[[2, 1], [1, 0]]``, ``True``, ``[0, 3]``.
     """
     if isinstance(value, Mapping):
         items = [f"'{path}': {format_formative(item)}" for path, item in value.items()]
         return f"{{{', '.join(items)}}}"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_formative_item, value))}]"
+        return str([list(item) if isinstance(item, tuple) else item for item in value])
     return str(value)
-
-
-def _formative_item(item: int | tuple[int, ...]) -> str:
-    return str(list(item)) if isinstance(item, tuple) else str(item)

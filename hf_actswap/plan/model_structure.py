@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import dropwhile, islice
 from typing import Any, Literal
 
 import torch
@@ -38,12 +39,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Op:
-    """A named op of a layer.
+    """A named op of a layer: its path inside the layer (``mlp.gate_proj``, ``mlp.mul``), and its kind.
 
-    Args:
-        path: inside the layer, e.g. ``mlp.gate_proj`` or ``mlp.mul``.
-        kind: ``module``; ``activation`` (a module without weights or submodules: its functions are the
-            op); ``function``.
+    ``activation``: a module without weights or submodules, whose functions are the op.
     """
 
     path: str
@@ -94,13 +92,13 @@ class LayerStructure:
 
     def communications_beside(self, op_path: str) -> tuple[str, ...]:
         """Return the communications at or below ``op_path``, and those that read what it produces."""
-        found = {
-            call.key[0]: None
+        beside = (
+            call.key[0]
             for call in self.calls
             if is_communication(call.key[0])
-            and any(is_below(path, op_path) for path in (call.key[0], *(key[0] for key in call.inputs)))
-        }
-        return tuple(found)
+            and any(is_below(path, op_path) for path, _ in (call.key, *call.inputs))
+        )
+        return tuple(dict.fromkeys(beside))
 
     def inputs_of(self, op_path: str) -> tuple[OpKey, ...]:
         """Return the ops outside ``op_path`` whose outputs the ops at or below it read.
@@ -171,12 +169,10 @@ class ModelStructure:
 
     @property
     def attention(self) -> Mapping[Scope, frozenset[str]]:
-        """Paths of the attention modules of each layer of any stack."""
         return {layer.index: layer.attention_paths for layer in self.all_layers}
 
     @property
     def modules(self) -> Mapping[Scope, frozenset[str]]:
-        """Paths of the modules of each layer of any stack."""
         return {layer.index: layer.module_paths for layer in self.all_layers}
 
     def with_stacks_of(self, plan: MemoryPlan) -> ModelStructure:
@@ -201,18 +197,13 @@ class ModelStructure:
         for row in plan.rows:
             if row.op_path in ("", OUTPUT) or row.scope not in names:
                 continue
-            if not any(is_below(name, row.op_path) for name in names[row.scope]):
-                scopes = found.setdefault(row.op_path, [])
-                if row.scope not in scopes:
-                    scopes.append(row.scope)
+            scopes = found.get(row.op_path, [])
+            if row.scope not in scopes and not any(is_below(name, row.op_path) for name in names[row.scope]):
+                found[row.op_path] = [*scopes, row.scope]
         return found
 
     def layer_modules(self, root: nn.Module) -> dict[Scope, nn.Module]:
-        """Return the modules of all layers of all stacks, without ``torch.compile``'s wrappers.
-
-        Args:
-            root: the model, without its wrappers (`unwrapped`).
-        """
+        """Return the modules of all layers of all stacks in ``root`` (`unwrapped`), without wrappers."""
         return {layer.index: uncompiled(root.get_submodule(layer.module_path)) for layer in self.all_layers}
 
     @property
@@ -331,13 +322,8 @@ def _record(
 ) -> tuple[list[LayerRecord], str]:
     """Call ``model`` on a small fake example; return the record of each layer, and why the call failed.
 
-    The structure is needed before there is a batch, and holds for every batch. Which tensors are saved
-    depends on the real batch, and needs a run of its own (`engine.forecast.record_saved`).
-
-    Args:
-        model: the module to call; ``root``, or a module in it.
-        root: the model in which the stacks' paths start.
-        stacks: the layers by path of their list.
+    The structure holds for every batch. Which tensors are saved depends on the real one, and needs a run of
+    its own (`engine.host_budget`). Stacks' paths start in ``root``: ``model``, or a module around it.
     """
     attention: dict[Scope, frozenset[str]] = {
         f"{path}.{index}": _attention_paths(layer)
@@ -367,20 +353,15 @@ def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
 def _layer_structure(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerStructure:
     modules = [Op(name, _kind(module)) for name, module in named_op_modules(layer) if name and name != OUTPUT]
     attention = _attention_paths(layer)
-    functions: dict[str, Op] = {}
-    module_paths = {op.path for op in modules}
-    for call in record.calls:
-        if call.key[0] not in module_paths:
-            functions.setdefault(call.key[0], Op(call.key[0], "function"))
-    for op in modules:  # known by design even where the recording failed
-        if op.path in attention:
-            core = f"{op.path}.{ATTENTION_CORE}"
-            functions.setdefault(core, Op(core, "function"))
+    paths = dict.fromkeys(op.path for op in modules)
+    cores = (f"{path}.{ATTENTION_CORE}" for path in paths if path in attention)
+    # The attention cores are known by design, even where the recording failed.
+    called = dict.fromkeys((*(call.key[0] for call in record.calls if call.key[0] not in paths), *cores))
     return LayerStructure(
         index=index,
         module_path=path,
         class_name=type(uncompiled(layer)).__name__,
-        ops=(*modules, *functions.values()),
+        ops=(*modules, *(Op(path, "function") for path in called)),
         attention_paths=attention,
         calls=tuple(record.calls),
         output_of=record.output,
@@ -460,21 +441,21 @@ def _reject_repeated(layers: list[nn.Module], path: str) -> None:
 
 
 def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | None, str | None]:
-    """Find the embedding, the norm after the last layer, and the head."""
+    """Return the paths of the embedding, the norm after the last layer, and the head."""
     names = {id(module): path for path, module in root.named_modules()}
     decoder = _quietly(getattr(root, "get_decoder", None))
     embedding = _quietly(getattr(decoder, "get_input_embeddings", None))
     if embedding is None:
         embedding = _quietly(getattr(root, "get_input_embeddings", None))
     head = _quietly(getattr(root, "get_output_embeddings", None))
-    final_norm = None
-    parent = root.get_submodule(layers_path.rpartition(".")[0])
-    for name, module in _after(parent, layers_path.rpartition(".")[2]):
+    around, _, own_name = layers_path.rpartition(".")
+    children = root.get_submodule(around).named_children()
+    after = islice(dropwhile(lambda child: child[0] != own_name, children), 1, None)
+    for name, module in after:
         is_norm = "norm" in name.lower() or "norm" in type(uncompiled(module)).__name__.lower()
         if is_norm and "embed" not in name.lower():  # BART's norm of the embedding is defined there too
-            final_norm = names[id(module)]
-            break
-    return names.get(id(embedding)), final_norm, names.get(id(head))
+            return names.get(id(embedding)), names[id(module)], names.get(id(head))
+    return names.get(id(embedding)), None, names.get(id(head))
 
 
 def _quietly(getter: Callable[[], nn.Module | None] | None) -> nn.Module | None:
@@ -483,12 +464,3 @@ def _quietly(getter: Callable[[], nn.Module | None] | None) -> nn.Module | None:
         return getter() if getter is not None else None
     except (NotImplementedError, AttributeError):
         return None
-
-
-def _after(parent: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of ``parent`` that are defined after the child ``name``."""
-    seen = False
-    for child, module in parent.named_children():
-        if seen:
-            yield child, module
-        seen = seen or child == name

@@ -4,12 +4,11 @@ There are two kinds of callables. A **function** is what a ``TorchFunctionMode``
 ``tensor.mul_``); it is known by its name, which is also the last part of an op path. An **op** is what a
 dispatch mode sees (``aten.mul_.Tensor``); it is known by its schema and its tags.
 
-A custom ``autograd.Function`` as an op with a name of its own.
-
-No ``TorchFunctionMode`` sees ``Function.apply``, so the tensors that it saves count as those of the module
-that calls it, and have the module's fate. A function that is called by `adapt_mem_func_wrapper` is an op like
-any other, ``<module path>.<class name>``: a plan can keep, swap or recompute it alone, and a profile times
-it. Name and arguments are MindSpeed's (Adaptive Memory Optimization, "torch.autograd.Function").
+**Custom autograd functions.** No ``TorchFunctionMode`` sees ``Function.apply``, so what it saves counts as of
+the module that calls it, and has the module's fate. A function that is called by `adapt_mem_func_wrapper` is
+an op like any other, ``<module path>.<class name>``: a plan can keep, swap or recompute it alone, and a
+profile times it. Name and arguments are MindSpeed's (Adaptive Memory Optimization,
+"torch.autograd.Function").
 """
 
 from __future__ import annotations
@@ -25,22 +24,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 @dataclass(frozen=True)
 class UserFunction:
-    """The call that a function mode sees instead of ``function.apply``; it may draw random numbers.
-
-    Args:
-        function: a subclass of ``torch.autograd.Function``.
-    """
+    """The call that a function mode sees instead of ``function.apply``; it may draw random numbers."""
 
     function: Any
 
     @property
     def __name__(self) -> str:
-        """Name of the op: that of the class."""
         name: str = self.function.__name__
         return name
 
     def __call__(self, *args: Any) -> Any:
-        """Apply the function."""
         return adapt_mem_func_wrapper(self.function, *args)
 
 
@@ -66,7 +59,6 @@ COMMUNICATIONS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 
 GATHER = "all_gather"
 """The communication whose result is larger than its input."""
-
 
 ROW_LOSSES = frozenset({"cross_entropy", "parallel_cross_entropy"})
 """Losses of logits and targets that are a sum, or a mean, of one value for each row of the logits."""
@@ -144,10 +136,9 @@ def draws_random_numbers(
 
 
 def op_may_draw(op: torch._ops.OpOverload) -> bool:
-    """Whether an op may draw random numbers, whatever its arguments.
+    """Whether an op may draw random numbers, whatever its arguments: PyTorch's own have a tag that says so.
 
-    PyTorch's own ops have a tag that says so. A custom op is taken to draw, since its author may have
-    forgotten the tag.
+    A custom op is taken to draw, since its author may have forgotten the tag.
     """
     return op.namespace not in _BUILT_IN or torch.Tag.nondeterministic_seeded in op.tags
 
@@ -171,7 +162,6 @@ def _dropout_argument(op: Any) -> tuple[str, int] | None:
 
 
 def is_collective(op: Any) -> bool:
-    """Whether an op exchanges data with other ranks."""
     return getattr(op, "namespace", "") in _COLLECTIVES
 
 

@@ -1,19 +1,15 @@
-"""Names the functions that a layer calls: ``<module path>.<function>``.
+"""Names the functions that a layer calls (``<module path>.<function>``), and translates MindFormers' names.
 
-Modules have names of their own. Functions called between them (``mul`` in an MLP, the attention core) are
-seen by a ``TorchFunctionMode`` in call order. This module gives them stable names, which do not depend on the
-device or the kernel. The model structure and the engine name ops with the same code, so a path that a plan
-accepts is the path that the engine finds.
-
-Maps MindFormers' names of ops (those of its Llama layer) to the ops of a Hugging Face layer.
+Functions called between modules (``mul`` in an MLP, the attention core) are seen by a ``TorchFunctionMode``
+in call order; their names here do not depend on the device or the kernel. The model structure and the engine
+name ops with the same code, so a path that a plan accepts is the path that the engine finds.
 
 The parts of a MindFormers layer (`spec: Llama layer of mindformers.models.llama`, and the Megatron-core
 names of its later versions) are found by structure where possible: an attention block holds an attention
 core; a feed-forward network holds an activation, and beside it, if it is gated, a product. Structure does not
 show which projection makes the queries: for that, tables list the names in Hugging Face's families, and the
-first that a layer has counts.
-
-An op that the layer does not have maps to nothing: a rule that names it has no effect, and the plan says so.
+first that a layer has counts. An op that the layer does not have maps to nothing: a rule that names it has no
+effect, and the plan says so.
 """
 
 from __future__ import annotations
@@ -107,13 +103,9 @@ def megatron_names(table: NameTable) -> NameTable:
 
 
 def reference_names(modules: Sequence[str], functions: Sequence[str], cores: Collection[str]) -> NameTable:
-    """Return MindFormers' names for the ops of one layer.
+    """Return MindFormers' names for the ops of one layer; ``cores``: paths of its attention modules.
 
     The order counts: of several siblings that a pattern matches, the reference logs the last.
-
-    Args:
-        modules, functions: paths of the layer's ops, in order.
-        cores: paths of the layer's attention modules.
     """
     return _Names(modules, functions, cores).table()
 
@@ -196,7 +188,6 @@ class _Names:
         return path
 
     def _called_in(self, modules: Collection[str]) -> tuple[str, ...]:
-        """Return the functions that these modules call directly."""
         return tuple(path for path in self._functions if path.rpartition(".")[0] in modules)
 
     def _first(self, above: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -233,10 +224,8 @@ def function_name(function: Callable[..., Any]) -> str | None:
 class OpStack:
     """Follows one call of one layer and names what happens in it.
 
-    Args:
-        attention: paths inside the layer of its attention modules. From the first matrix product or softmax
-            called directly by such a module until its next submodule or communication runs, everything is its
-            attention core.
+    From the first matrix product or softmax called directly by a module of ``attention`` (paths inside the
+    layer) until its next submodule or communication runs, everything is its attention core.
     """
 
     def __init__(self, attention: frozenset[str]) -> None:
@@ -247,11 +236,9 @@ class OpStack:
 
     @property
     def module(self) -> str:
-        """Path of the innermost running module; ``""`` is the layer itself."""
         return self._modules[-1] if self._modules else ""
 
     def enter(self, path: str) -> None:
-        """Note that a submodule starts."""
         self._in_core = False
         self._modules.append(path)
 
@@ -273,10 +260,7 @@ class OpStack:
         return path, self._calls[path]
 
     def count(self, path: str) -> None:
-        """Note that the op that `begin` named has made a new storage: its next call has the next ordinal.
-
-        Calls that return views or write in place are not counted.
-        """
+        """Note that the op that `begin` named made a new storage (no view, not in place)."""
         self._calls[path] += 1
 
     def unseen(self) -> tuple[str, int]:

@@ -1,8 +1,8 @@
 """The record of a forward: the calls of each layer, and every use of a storage.
 
-`forward_recorder` makes the record. The structure of a model (`model_structure`), what the model saves
-(`saved_bytes`, before the first step and in the planner's profile) and what it writes in place
-(`settle`) are read from it.
+`forward_recorder` makes it; read from it are the structure of a model (`model_structure`), what the model
+saves (`saved_bytes`, before the first step and in the planner's profile) and what it writes in place
+(`settle`).
 
 Data flow is by storage, not by tensor: views share the storage of their base, and a storage belongs to the op
 that made it. Weights, buffers and the arguments of model and layers are unowned; a layer owns its output.
@@ -91,22 +91,19 @@ class Use:
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """First byte, and byte after the last, that the view can reach."""
         return self.start_bytes, self.stop_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """One storage and its uses in order."""
-
     size_bytes: Bytes
     uses: tuple[Use, ...]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage, or ``None`` if it has none.
+    """Return the address of a tensor's storage object, or ``None`` if it has none.
 
-    The number is the address of the storage object: it is unique while a `StorageWeakRef` of it is held.
+    It is unique while a `StorageWeakRef` of the storage is held.
     """
     try:
         return tensor.untyped_storage()._cdata

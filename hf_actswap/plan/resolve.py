@@ -1,14 +1,14 @@
 """Resolves a configuration and a model's structure to a plan.
 
 Requested policies are applied in the reference's order (layer swap, op swap, selective recompute, full
-recompute, exclude), then the coupling rules run (`rules`). A requested policy that is changed, or that has no
-effect on this model, becomes an adjustment. One that makes no sense for this model becomes a `Problem`; all
-problems are raised together. One that this version cannot carry out yet becomes an entry of ``unsupported``.
+recompute, exclude), then the coupling rules run (`rules`). A policy that is changed, or has no effect on this
+model, becomes an adjustment. One that makes no sense for this model is a `Problem`; all problems are raised
+together. One that this version cannot carry out yet becomes an entry of ``unsupported``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,7 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
-from .apply_rules import (
-    CommunicationRuleApplier,
-    RuleApplier,
-    Selection,
-    conflict_warnings,
-    formative_lines,
-    same_ops,
-)
+from .apply_rules import RuleApplier, Selection, conflict_warnings, formative_lines, same_ops
 from .layout import (
     PipelineLayout,
     build_layout,
@@ -82,11 +75,19 @@ def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | 
             stack = _stack_called(name, structure, named)
             plans.append(_of_other_stack(name, stack, _resolve_stack(rules, stack, None)))
         except PlanError as error:
-            problems += (_at_stack(name, item) for item in error.problems)
+            for item in error.problems:
+                problems.append(replace(item, where=f"stacks.{name}.{item.where}".rstrip(".")))
     if problems:
         raise PlanError(problems, config.source)
     kept = [stack for stack in structure.stacks if stack.path not in named]
-    plan = _merged(plans, [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept])
+    lines = [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept]
+    plan = replace(
+        plans[0],
+        rows=tuple(row for plan in plans for row in plan.rows),
+        adjustments=tuple(item for plan in plans for item in plan.adjustments),
+        lines=(*(line for plan in plans for line in plan.lines), *lines),
+        warnings=tuple(line for plan in plans for line in plan.warnings),
+    )
     if problems := problems_of_compiled(plan, structure):
         raise PlanError(problems, config.source)
     return plan
@@ -104,18 +105,10 @@ def _stack_called(name: str, structure: ModelStructure, named: dict[str, str]) -
         found = f"{meant[0]} again, as for {twice!r}"
     elif len(meant) == 1:
         return paths[meant[0]]
-    hint = (
-        f"The rules of {structure.path} stand outside of `stacks`."
-        if _has_words(structure.path, name)
-        else ""
-    )
+    outside = f"The rules of {structure.path} stand outside of `stacks`."
+    hint = outside if _has_words(structure.path, name) else ""
     expected = f"one stack of layers beside the decoder's ({', '.join(paths) or 'this model has none'})"
     raise PlanError([Problem("", expected, found, hint)])
-
-
-def _at_stack(name: str, problem: Problem) -> Problem:
-    place = f"stacks.{name}"
-    return replace(problem, where=f"{place}.{problem.where}" if problem.where else place)
 
 
 def _has_words(path: str, name: str) -> bool:
@@ -142,17 +135,6 @@ def _of_other_stack(name: str, stack: ModelStructure, plan: MemoryPlan) -> Memor
         adjustments=tuple(adjustments),
         lines=tuple(f"{stack.path}: {line}" for line in plan.lines),
         warnings=tuple(f"{stack.path}: {line}" for line in plan.warnings),
-    )
-
-
-def _merged(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
-    """Return the first plan with the rows, adjustments and lines of all plans."""
-    return replace(
-        plans[0],
-        rows=tuple(row for plan in plans for row in plan.rows),
-        adjustments=tuple(item for plan in plans for item in plan.adjustments),
-        lines=(*(line for plan in plans for line in plan.lines), *lines),
-        warnings=tuple(line for plan in plans for line in plan.warnings),
     )
 
 
@@ -209,14 +191,9 @@ class RequestedPolicy:
 
 
 def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[RequestedPolicy, ...]:
-    """Return the entries of the document that name ops or layers of the decoder, the strongest first.
+    """Return the entries that name ops or layers of the decoder, the strongest first (MindFormers' order).
 
-    Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``: the order of
-    MindFormers, Memory Optimization.
-
-    Args:
-        config: a configuration that `resolve_plan` accepts.
-        structure: structure of the whole model.
+    Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``.
     """
     swap = config.swap_config
     written = swap.op_swap is not None or swap.layer_swap is not None
@@ -225,8 +202,6 @@ def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tupl
 
 
 class _Resolution:
-    """One resolution: collects problems and adjustments while the fates are applied."""
-
     def __init__(self, config: ActSwapConfig, structure: ModelStructure, stage: int | None) -> None:
         self._config = config
         self._structure = structure
@@ -235,7 +210,6 @@ class _Resolution:
         self._layout_failed = False
         self._layout, self._local = self._place(stage)
         self._applier = RuleApplier(structure, self._local, self._layout.num_layers, self._swap)
-        self._communication = CommunicationRuleApplier(self._applier, self._swap)
 
     def plan(self) -> MemoryPlan:
         recompute, full = self._full_layers()
@@ -258,12 +232,10 @@ class _Resolution:
             # What a chunk saves must not grow with the layers, unless a list says which are recomputed.
             named = {row.scope for row in rows}
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
-        swaps = any(row.fate == "swap" for row in rows)
         warnings: list[str] = []
         if self._swap:
-            warnings = conflict_warnings(
-                self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps
-            )
+            swaps = any(row.fate == "swap" for row in rows)
+            warnings = conflict_warnings(self._config, full, swapped_layers, swapped_ops, swaps)
         min_tensor, host_memory = memory.min_tensor_mib, memory.host_memory_gib
         return MemoryPlan(
             rows=rows,
@@ -287,17 +259,16 @@ class _Resolution:
         )
 
     def _apply_recompute(self, selections: dict[str, Selection], full: tuple[int, ...]) -> None:
-        """Apply the recompute keys, which override swap: selective, communication, full, budgets, exclude."""
-        applier, communication = self._applier, self._communication
-        excluded = self._drop_excluded_patterns(selections)
+        """Apply the recompute keys, which override swap."""
+        applier, excluded = self._applier, self._drop_excluded_patterns(selections)
         applier.apply_select(selections["select_recompute"], full)
-        communication.communicate_again(selections["select_comm_recompute"], full)
+        applier.communicate_again(selections["select_comm_recompute"], full)
         applier.apply_full(full)
         applier.set_budgets(self._budgets(), full)
         applier.apply_exclude(selections["select_recompute_exclude"], excluded)
-        communication.keep(selections["select_comm_recompute_exclude"], excluded)
+        applier.keep_communications(selections["select_comm_recompute_exclude"], excluded)
         if not self._config.recompute_config.mp_comm_recompute:
-            communication.keep_all()
+            applier.keep_all_communications()
 
     def _apply_inputs(self, full: tuple[int, ...]) -> None:
         """Apply the keys about inputs of recomputed layers and ops: they are swapped, kept, or sliced."""
@@ -307,10 +278,9 @@ class _Resolution:
         applier.keep_inputs(lifted, read)
         applier.swap_inputs(lifted, swap.default_prefetch)
         if self._config.recompute_config.recompute_slice_activation and parallel.tensor_parallel_size > 1:
-            self._communication.slice_inputs(full, parallel.sequence_parallel_enabled)
+            applier.slice_inputs(full, parallel.sequence_parallel_enabled)
 
     def _lines(self, recompute: object, selections: dict[str, Selection]) -> tuple[str, ...]:
-        """Return MindFormers' log lines."""
         layer_swap, op_swap = self._swap_rules()
         tables = {
             key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
@@ -323,18 +293,11 @@ class _Resolution:
         return tuple(lines)
 
     def requested(self, swap_is_written: bool) -> Iterator[RequestedPolicy]:
-        """Yield the entries of the configuration, the strongest first.
-
-        Args:
-            swap_is_written: whether swap rules are written; if not, the default strategy is named as a place.
-        """
+        """Yield the entries, the strongest first; unwritten swap rules are those of the default strategy."""
 
         def where(key: str, index: int) -> str:
-            return (
-                f"swap_config.{key}[{index}]"
-                if swap_is_written
-                else "swap_config.swap (the default strategy)"
-            )
+            key = f"{key}[{index}]" if swap_is_written else "swap (the default strategy)"
+            return f"swap_config.{key}"
 
         yield from self._requested_selection("select_recompute_exclude", "keep")
         yield from self._requested_selection("select_comm_recompute_exclude", "keep")
@@ -366,9 +329,10 @@ class _Resolution:
         elif self._structure.compiled:
             reason = "a head outside of compiled code (compile the layers, not the model)"
         if reason and loss != "auto":
-            self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
+            written = f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
+            self._problems.append(Problem("tile_config.loss", reason, written))
         if reason:
-            self._applier.adjustment("tile_config.loss", "head", "auto", "off", f"it needs {reason}", None)
+            self._applier.adjustment("tile_config.loss", "head", "auto", "off", f"it needs {reason}")
             return ()
         tokens = loss.tokens if isinstance(loss, TileTokens) else None
         return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),)
@@ -422,7 +386,6 @@ class _Resolution:
         return tuple(row for layer, own in self._local.items() for row in fates[layer].rows(own))
 
     def _keep_overwritten(self) -> None:
-        """Keep the ops that cannot be run again, before coupling rules keep the inputs of recomputed ops."""
         layers: dict[Scope, int] = {own: layer for layer, own in self._local.items()}
         for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._structure):
             self._applier.fates[layers[own]].keep_call(path, ordinal)
@@ -464,18 +427,17 @@ class _Resolution:
     def _full_layers(self) -> tuple[object, tuple[int, ...]]:
         """Return the normal form of ``recompute`` and the layers recomputed whole."""
         where, value = "recompute_config.recompute", self._config.recompute_config.recompute
+        form: Any
         if self._swap:
-            indices, problems = normalise_indices(value, self._layout.num_layers, where)
-            self._problems += problems
-            return indices, () if problems else layers_from_indices(indices, self._layout.num_layers)
-        if self._layout_failed:
+            form, problems = normalise_indices(value, self._layout.num_layers, where)
+        elif self._layout_failed:
             return value, ()
-        table, problems = normalise_counts(value, self._layout, where)
+        else:
+            form, problems = normalise_counts(value, self._layout, where)
         self._problems += problems
-        return table, () if problems else layers_from_counts(table, self._layout)
+        return form, () if problems else self._layers_of(form)
 
     def _budgets(self) -> dict[int, float]:
-        """Return global layer -> activation memory budget of its compiled region."""
         value, layers = self._config.recompute_config.compile_budget, self._layout.num_layers
         if value is None:
             return {}
@@ -495,19 +457,14 @@ class _Resolution:
             return {}
         forms, problems = normalise_selection(value, self._layout, defaults, swap=self._swap, where=where)
         self._problems += problems
-        if problems:
-            return {}
-        to_layers = self._layers_of_indices if self._swap else self._layers_of_table
-        return {pattern: (form, to_layers(form)) for pattern, form in forms.items()}
+        return {} if problems else {pattern: (form, self._layers_of(form)) for pattern, form in forms.items()}
 
-    def _layers_of_indices(self, indices: Any) -> tuple[int, ...]:
-        return layers_from_indices(indices, self._layout.num_layers)
-
-    def _layers_of_table(self, table: Any) -> tuple[int, ...]:
-        return layers_from_counts(table, self._layout)
+    def _layers_of(self, form: Any) -> tuple[int, ...]:
+        if self._swap:
+            return layers_from_indices(form, self._layout.num_layers)
+        return layers_from_counts(form, self._layout)
 
     def _swap_rules(self) -> tuple[tuple[LayerSwapRule, ...] | None, tuple[OpSwapRule, ...] | None]:
-        """Return the rules in force: the default strategy where neither list is given."""
         swap = self._config.swap_config
         if not swap.swap:
             return None, None
@@ -535,10 +492,6 @@ class _Resolution:
         return dropped
 
 
-def _written_tile(loss: Any) -> str:
-    return f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
-
-
 def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) -> list[Adjustment]:
     """Return an adjustment for each key that is set and has nothing to act on."""
     recompute, swap, parallel = config.recompute_config, config.swap_config, config.parallel_config
@@ -549,9 +502,8 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
                 found.append((f"swap_config.{key}", "swap", "swap_config.swap is false"))
     if parallel.tensor_parallel_size == 1 and not structure.communicates:
         if recompute.select_comm_recompute:
-            found.append(
-                ("recompute_config.select_comm_recompute", "recompute communication", _NO_COMMUNICATION)
-            )
+            key = "recompute_config.select_comm_recompute"
+            found.append((key, "recompute communication", _NO_COMMUNICATION))
         if recompute.select_comm_recompute_exclude:
             key = "recompute_config.select_comm_recompute_exclude"
             found.append((key, "keep communication", _NO_COMMUNICATION))
@@ -584,11 +536,10 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
 
 def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[str, ...]:
     """Return requests of the configuration that are valid but not supported by this version."""
-    policies = []
-    size = config.parallel_config.tensor_parallel_size
-    if size > 1 and not structure.communicates:
+    policies, parallel = [], config.parallel_config
+    if parallel.tensor_parallel_size > 1 and not structure.communicates:
+        size = parallel.tensor_parallel_size
         policies.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")
-    parallel = config.parallel_config
     if parallel.runs_pipeline:
         stages = f"{parallel.pipeline_stage} stages, which hf_actswap.ActSwapTrainer runs"
         policies.append(f"parallel_config.schedule: {parallel.schedule} (a pipeline of {stages})")

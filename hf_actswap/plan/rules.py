@@ -1,20 +1,18 @@
 """Fates of the ops of one layer, and the rules that decide between conflicting requested policies.
 
 `LayerFates` is a tree of op paths. A requested policy applies to a subtree, and later policies overwrite
-earlier ones. The coupling rules are methods that are called last. The reason of each rule quotes its
-source.
+earlier ones. The coupling rules are called last; the reason of each rule quotes its source.
 
-**Matching.** An op path of the configuration names ops of a layer. It is a list of regular expressions,
-one per level, each matched in full against the names one level down (MindFormers ``LayerSetting``;
-`split_op_path` splits the path). It is tried in three vocabularies, and the first in which it names an op
-of this layer decides: MindFormers' layer names, the Hugging Face names of this layer, the names of
-MindFormers' Megatron-core layers.
+**Matching.** An op path is a list of regular expressions, one per level, each matched in full against the
+names one level down (MindFormers ``LayerSetting``; `split_op_path` splits the path). It is tried in three
+vocabularies, and the first in which it names an op of this layer decides: MindFormers' layer names, the
+Hugging Face names of this layer, the names of MindFormers' Megatron-core layers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -67,11 +65,7 @@ KEEP = Assigned()
 
 
 class LayerFates:
-    """The fates of one layer's ops, which change while a plan is being resolved.
-
-    Args:
-        layer: structure of the layer.
-    """
+    """The fates of one layer's ops, which change while a plan is being resolved."""
 
     def __init__(self, layer: LayerStructure) -> None:
         self.layer = layer
@@ -83,17 +77,12 @@ class LayerFates:
         self._exact: dict[OpKey, Assigned] = {}
         self._kinds = {op.path: op.kind for op in layer.ops}
 
-    def __getitem__(self, path: str) -> Assigned:
-        return self._nodes[path]
-
     @property
     def selects(self) -> bool:
-        """Whether ops of the layer are recomputed, and not the layer whole."""
         return bool(self.recompute_roots) and "" not in self.recompute_roots
 
     def swap(self, path: str, windows: Windows | None) -> None:
-        """Swap everything at or below ``path``; ``None``: windows are chosen by measurement."""
-        self._assign(path, lambda _: Assigned("swap", windows))
+        self._assign(path, Assigned("swap", windows))
 
     def recompute(self, path: str) -> list[str]:
         """Recompute ``path`` as one; return the topmost op paths below it whose swap is dropped (rule 1).
@@ -112,14 +101,12 @@ class LayerFates:
             for node, assigned in self._nodes.items()
             if assigned.fate == "swap" and node != OUTPUT and self._is_below(node, path)
         ]
-        lost = [node for node in lost if not any(is_below(node, top) for top in lost if top != node)]
-        self._assign(path, lambda _: Assigned("recompute", root=path))
+        self._assign(path, Assigned("recompute", root=path))
         self._nodes[OUTPUT] = KEEP if self._is_below(OUTPUT, path) else self._nodes[OUTPUT]
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)] + [path]
-        return lost
+        return _topmost(lost)
 
     def can_run_again(self, path: str) -> bool:
-        """Whether running ``path`` again gives the same result; ``False`` for some functions."""
         return self._kinds.get(path) != "function" or is_repeatable(path)
 
     def exclude(self, path: str) -> bool:
@@ -133,7 +120,6 @@ class LayerFates:
         return hit
 
     def keep_call(self, path: str, ordinal: int | None) -> None:
-        """Do not recompute ``path``, or only one call of it."""
         if ordinal is None:
             self.exclude(path)
         else:
@@ -143,25 +129,22 @@ class LayerFates:
         """Run ``path`` over tiles of the tokens: nothing in it is saved, each tile runs again.
 
         Its output keeps its fate. Inside a larger module that is recomputed, it is a part of that module.
-
-        Returns:
-            The topmost op paths, at or below ``path``, whose own fate is dropped, with the dropped fate.
+        Returns the topmost op paths, at or below ``path``, whose own fate is dropped, with that fate.
         """
         own, around = self._nodes[path], self._nodes[parent_path(path)]
         returned = KEEP if own.fate in RUN_AGAIN and own != around else own
         inside = [node for node in self._nodes if node not in (OUTPUT, path) and is_below(node, path)]
         lost = [node for node in (path, *inside) if self._nodes[node] not in (KEEP, around, returned)]
-        found = [(node, self._nodes[node].fate) for node in lost]
+        found = [(node, self._nodes[node].fate) for node in _topmost(lost)]
         self._nodes.update(dict.fromkeys((path, *inside), returned))
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
         self._exact = {key: assigned for key, assigned in self._exact.items() if not is_below(key[0], path)}
-        return [item for item in found if not any(is_below(item[0], top) for top in lost if top != item[0])]
+        return found
 
     def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
         """Keep the inputs of recomputed ops on the device (coupling rule 2).
 
-        Returns:
-            The ops of this layer whose swap is dropped, and whether the layer's input is read.
+        Returns the ops of this layer whose swap is dropped, and whether the layer's input is read.
         """
         kept: list[OpKey] = []
         reads_input = False
@@ -197,16 +180,13 @@ class LayerFates:
     def drop_swaps(self) -> tuple[list[str], Windows | None]:
         """Drop every swap in the layer, because nothing inside it is saved.
 
-        Returns:
-            The topmost op paths that were swapped (none if nothing was), and of their windows those with the
-            longest prefetch; ``None``: all windows were to be measured.
+        Returns the topmost op paths that were swapped, and of their windows those with the longest prefetch
+        (``None``: all were to be measured).
         """
         swapped = [node for node, assigned in self._nodes.items() if assigned.fate == "swap"]
-        top = [node for node in swapped if not any(is_below(node, one) for one in swapped if one != node)]
         written = [windows for node in swapped if (windows := self._nodes[node].windows) is not None]
-        for node in swapped:
-            self._nodes[node] = KEEP
-        return top, max(written, key=lambda windows: windows.prefetch_ops, default=None)
+        self._nodes.update(dict.fromkeys(swapped, KEEP))
+        return _topmost(swapped), max(written, key=lambda windows: windows.prefetch_ops, default=None)
 
     def communicating_again_pays(self, path: str) -> bool:
         """Whether repeating a communication saves bytes, since it needs its input in place of its result.
@@ -223,8 +203,7 @@ class LayerFates:
         Inside a recomputed module that happens anyway, unless the result leaves the module.
         """
         before = self._nodes[path]
-        root = before.root
-        if root is not None and root != path and not self._leaves(path, root):
+        if before.root not in (None, path) and not self._leaves(path, before.root):
             return False
         self._nodes[path] = Assigned("re-gather")
         return before.fate == "swap"
@@ -266,16 +245,20 @@ class LayerFates:
         exact = self._exact.items()
         return rows + [PlanRow(scope, path, assigned.fate, ordinal) for (path, ordinal), assigned in exact]
 
-    def _assign(self, path: str, new: Callable[[str], Assigned]) -> None:
+    def _assign(self, path: str, new: Assigned) -> None:
         for node in self._nodes:
             if self._is_below(node, path):
-                self._nodes[node] = new(node)
+                self._nodes[node] = new
 
     def _is_below(self, node: str, path: str) -> bool:
         """Whether a node is at or below ``path``; the layer's output is part of the op that produces it."""
         if node == OUTPUT and path and self.layer.output_of:
             return is_below(self.layer.output_of[0], path)
         return is_below(node, path)
+
+
+def _topmost(paths: list[str]) -> list[str]:
+    return [path for path in paths if not any(is_below(path, top) for top in paths if top != path)]
 
 
 _SYNONYMS = {"linear": ("matmul",)}
@@ -301,7 +284,6 @@ class Match:
 
     @property
     def bare_name(self) -> str:
-        """The name without the accidental leading dot."""
         return self.name.removeprefix(".")
 
 
@@ -313,36 +295,26 @@ class _Node:
 
 
 class LayerNames:
-    """The three vocabularies of one layer.
-
-    Args:
-        layer: structure of the layer.
-    """
+    """The three vocabularies of one layer."""
 
     def __init__(self, layer: LayerStructure) -> None:
         modules = [op.path for op in layer.ops if op.kind != "function"]
         functions = [op.path for op in layer.ops if op.kind == "function"]
         self.reference = reference_names(modules, functions, layer.attention_paths)
         """MindFormers' layer names."""
-        self._trees = (
-            _tree_of_table(self.reference),
-            _tree_of_ops(layer),
-            _tree_of_table(megatron_names(self.reference)),
-        )
+        megatron = megatron_names(self.reference)
+        self._trees = _tree_of_table(self.reference), _tree_of_ops(layer), _tree_of_table(megatron)
 
     def match(self, op_path: str) -> list[Match]:
-        """Return the ops that ``op_path`` names, in the reference's order; empty if it names none."""
         segments = split_op_path(op_path)
         found = [list(_walk(tree, segments, "")) for tree in self._trees]
         with_targets = (matches for matches in found if any(match.targets for match in matches))
         return next(with_targets, None) or next((matches for matches in found if matches), [])
 
     def all_names(self) -> list[str]:
-        """Return every path that names an op of this layer, for hints."""
-        names: dict[str, None] = {}
-        for tree in (self._trees[1], self._trees[0], self._trees[2]):
-            names.update(dict.fromkeys(_paths(tree, "")))
-        return list(names)
+        """Return every path that names an op of this layer, those of Hugging Face first."""
+        reference, own, megatron = self._trees
+        return list(dict.fromkeys(name for tree in (own, reference, megatron) for name in _paths(tree, "")))
 
     def hint(self, op_path: str) -> str:
         """Return a hint for a path that names no op: a deeper op of that name, else a similar name."""
@@ -411,8 +383,7 @@ def _tree_of_ops(layer: LayerStructure) -> _Node:
         node.targets, node.is_module = (op.path,), op.kind == "module"
         parent, _, name = op.path.rpartition(".")
         for synonym in _SYNONYMS.get(name, ()) if op.kind == "function" else ():
-            other = _insert(root, f"{parent}.{synonym}" if parent else synonym)
-            other.targets = (op.path,)
+            _insert(root, f"{parent}.{synonym}" if parent else synonym).targets = (op.path,)
     return root
 
 

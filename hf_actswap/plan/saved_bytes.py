@@ -14,9 +14,9 @@ Bytes are counted by the engine's rules, in the order in which the engine meets 
 * an op that is kept or swapped inside a recomputed module is not run again: its result is held for the ops
   after it, or moves.
 
-`RecomputedModules` is an index of what a plan recomputes, and of what is inside the modules that it
-recomputes as a whole. The engine, the count of saved bytes, the rules that settle a plan, and the planner
-use it. A *root* is a module that is run again as one; of roots inside each other the outermost counts.
+`RecomputedModules` is an index of what a plan recomputes, for the engine, the counts, the rules that settle a
+plan, and the planner. A *root* is a module that is run again as one; of roots inside each other the outermost
+counts.
 
 What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
 kept, a swapped op): when the module runs again, the op's result is handed out in its place
@@ -47,12 +47,7 @@ RUN_AGAIN = ("recompute", "re-gather")
 
 @dataclass(frozen=True, eq=False)
 class RecomputedModules:
-    """The index of one plan.
-
-    Args:
-        plan: the plan.
-        modules: paths of the modules of each layer (``""`` is the layer itself).
-    """
+    """The index of one plan; ``modules``: paths of the modules of each layer (``""`` is the layer itself)."""
 
     plan: MemoryPlan
     modules: Mapping[Scope, frozenset[str]]
@@ -93,14 +88,12 @@ class RecomputedModules:
         return self.scopes_with_op_rows.intersection(again, self.modules)
 
     def row(self, call: OpCall) -> PlanRow | None:
-        """Return the row that decides what ``call`` produces."""
         if call not in self._rows:
             scope, path, ordinal = call
             self._rows[call] = None if scope is None else self.plan.row(scope, path, ordinal)
         return self._rows[call]
 
     def is_root(self, scope: Scope | None, path: str) -> bool:
-        """Whether a module is run again as one."""
         return scope is not None and path in self.roots.get(scope, ())
 
     def root(self, scope: Scope | None, path: str) -> str | None:
@@ -115,9 +108,8 @@ class RecomputedModules:
     def rebuilt_by(self, call: OpCall) -> OpCall | None:
         """Return the call that is run again, from its inputs, to rebuild what ``call`` produces.
 
-        Returns:
-            The root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or if
-            it is a communication that is done again; ``None`` if what it produces is kept or swapped.
+        That is the root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or
+        if it is a communication that is done again; ``None`` if what it produces is kept or swapped.
         """
         if not self._recomputes:
             return None
@@ -131,7 +123,6 @@ class RecomputedModules:
         return scope, root, None
 
     def keeps_inside(self, scope: Scope, root: str) -> bool:
-        """Whether something is kept or swapped inside a root."""
         inside = self._inside.get(scope, ())
         return any(kept and path != root and is_below(path, root) for path, kept in inside)
 
@@ -139,15 +130,16 @@ class RecomputedModules:
         """Whether ``path`` is a module inside a root, and nothing in this module is run again."""
         key = scope, path
         if key not in self._kept_modules:
-            self._kept_modules[key] = self._find_kept_module(scope, path)
+            inside_root = path in self.modules.get(scope, ()) and self.root(scope, path) is not None
+            row = self.row((scope, path, None)) if inside_root else None
+            kept = row is not None and row.fate not in RUN_AGAIN
+            self._kept_modules[key] = kept and all(
+                kept_inside for inside, kept_inside in self._inside[scope] if is_below(inside, path)
+            )
         return self._kept_modules[key]
 
     def is_held(self, call: OpCall) -> bool:
-        """Whether the root around a call holds the call's result, if the root must rebuild what comes after.
-
-        Args:
-            call: call of a function, or of a module (ordinal ``None``).
-        """
+        """Whether the root around a call holds its result, if the root must rebuild what comes after."""
         scope, path, ordinal = call
         root = self.root(scope, path)
         if scope is None or root is None or root == path:
@@ -171,14 +163,6 @@ class RecomputedModules:
                 found.setdefault(row.scope, []).append((row.op_path, row.fate not in RUN_AGAIN))
         return found
 
-    def _find_kept_module(self, scope: Scope, path: str) -> bool:
-        if path not in self.modules.get(scope, ()) or self.root(scope, path) is None:
-            return False
-        row = self.row((scope, path, None))
-        if row is None or row.fate in RUN_AGAIN:
-            return False
-        return all(kept for inside, kept in self._inside[scope] if is_below(inside, path))
-
     def _is_module(self, row: PlanRow) -> bool:
         return row.op_path in self.modules.get(row.scope, ())
 
@@ -189,11 +173,10 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The storages that one forward saves or passes on, without weights and tensors from outside the layers.
+    """The storages that one forward saves or passes on, in the order of their first use, and each layer's
+    modules.
 
-    Args:
-        storages: the storages, in the order of their first use.
-        modules: paths of the modules of each layer (``""`` is the layer itself).
+    Without weights and tensors from outside the layers.
     """
 
     storages: tuple[SavedStorage, ...]
@@ -211,8 +194,6 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class SwappedCopy:
-    """One copy to the host in one forward, and the row that requests it."""
-
     row: PlanRow
     size_bytes: int
 
@@ -290,8 +271,6 @@ def ticket_uses(
 ) -> Iterator[TicketUse]:
     """Yield what a plan does with one storage: the one statement of who leaves what, and who rebuilds it.
 
-    The counts of bytes, the rules that settle a plan, and the planner's prediction read it.
-
     Args:
         storage: the storage with its uses.
         recomputed: index of the plan.
@@ -359,8 +338,7 @@ def _rebuilds(source: OpCall, use: Use, call: OpCall, returned: OpCall | None) -
 def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:
     """Yield the results that recomputed modules hold, so that kept and swapped ops inside do not run again.
 
-    Yields:
-        Number of the storage, and the use at which the op's call returns it.
+    As number of the storage, and the use at which the op's call returns it.
     """
     uses = [use for storage in saved.storages for use in storage.uses]
     ends = {use.at[:2]: use.order for use in uses if use.kind == "returned" and use.at[2] is None}
@@ -412,11 +390,6 @@ def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, 
 
     A slice is worth moving alone only where it is small beside its storage: what else is saved of the
     storage then has a copy of its own.
-
-    Args:
-        view: its ``range_bytes`` are the first byte that it can reach, and the byte after the last.
-        view_bytes: size of its elements.
-        storage_bytes: size of its storage.
     """
     if view_bytes == storage_bytes:
         return 0, storage_bytes

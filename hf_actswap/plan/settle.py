@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from .actions import Adjustment, MemoryPlan, OpCall, PlanRow, Scope, layer_order
 from .model_structure import LayerStructure, ModelStructure, is_below
 from .op_facts import is_communication
-from .record import LAYER_INPUT, OpKey, StaleRead
+from .record import LAYER_INPUT, OpKey
 from .saved_bytes import RUN_AGAIN, RecomputedModules, SavedBytes, held_results, ticket_uses
 
 WHERE = "recompute_config.select_recompute"
@@ -38,12 +38,7 @@ Unit = tuple[Scope, str, int | None]
 
 
 def overwritten(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
-    """Return the ops that ``plan`` recomputes although they cannot be run again.
-
-    Args:
-        plan: a plan for the model.
-        structure: structure of the model. If its functions are not known, no op is found.
-    """
+    """Return the ops that ``plan`` recomputes although they cannot be run again."""
     found: list[Unit] = []
     if plan.num_layers != len(structure.layers):
         return found  # the plan is another model's, which is rejected elsewhere
@@ -53,15 +48,11 @@ def overwritten(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
 
 
 def keep_what_is_overwritten(plan: MemoryPlan, structure: ModelStructure) -> MemoryPlan:
-    """Return ``plan`` with the ops that `overwritten` finds kept, and an adjustment for each op path.
-
-    If it finds none, the same plan is returned.
-    """
+    """Return ``plan`` with the ops that `overwritten` finds kept; the same plan if it finds none."""
     units = overwritten(plan, structure)
-    layers: dict[str, list[Scope]] = {}
+    layers: dict[str, dict[Scope, None]] = {}
     for layer, path, _ in units:
-        if layer not in layers.setdefault(path, []):
-            layers[path].append(layer)
+        layers.setdefault(path, {})[layer] = None
     adjustments = tuple(
         Adjustment(WHERE, tuple(where), path, "recompute", "keep", OVERWRITTEN)
         for path, where in layers.items()
@@ -97,8 +88,11 @@ def _of_layer(
         if root is not None:
             if root and (read.producer == LAYER_INPUT or not is_below(read.producer[0], root)):
                 yield root, None
-        elif ordinal is not None and _is_impossible(plan, layer, inside, read, ordinal):
-            functions.setdefault(path, set()).add(ordinal)
+        elif ordinal is not None:
+            row = plan.row(layer.index, path, ordinal)
+            runs_again = row is not None and row.fate in RUN_AGAIN
+            if runs_again and (read.rewritten or not _is_rebuilt(layer, inside, read.producer)):
+                functions.setdefault(path, set()).add(ordinal)
     for path, ordinals in functions.items():
         calls = {call.key[1] for call in layer.calls if call.key[0] == path}
         row = plan.row(layer.index, path)
@@ -109,15 +103,6 @@ def _of_layer(
                 yield path, ordinal
 
 
-def _is_impossible(
-    plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules, read: StaleRead, ordinal: int
-) -> bool:
-    row = plan.row(layer.index, read.reader[0], ordinal)
-    if row is None or row.fate not in RUN_AGAIN:
-        return False
-    return read.rewritten or not _is_rebuilt(layer, inside, read.producer)
-
-
 def _is_rebuilt(layer: LayerStructure, inside: RecomputedModules, producer: OpKey) -> bool:
     """Whether a function is run again by itself, so that backward has its first output anew."""
     if producer == LAYER_INPUT or inside.root(layer.index, producer[0]) is not None:
@@ -125,7 +110,6 @@ def _is_rebuilt(layer: LayerStructure, inside: RecomputedModules, producer: OpKe
     return inside.rebuilt_by((layer.index, *producer)) is not None
 
 
-_WHERE = "recompute_config.select_recompute"
 _EXCLUDE = "recompute_config.select_recompute_exclude"
 _HELD = (
     "its result, {:,} bytes in a layer, is held although autograd would not save it, so that the op is not "
@@ -137,31 +121,12 @@ _REASON = (
 )
 
 
-@dataclass(frozen=True)
-class _KeptCall:
-    """A module or function call that is kept, since recomputing it would not reduce the bytes saved.
-
-    Args:
-        op: scope, op path, ordinal of the call (``None``: a module).
-        held_bytes: bytes that would be held only in order to run it again.
-        dropped_bytes: bytes that would be dropped for it. Both are of all ops that are decided together.
-    """
-
-    op: OpCall
-    held_bytes: int
-    dropped_bytes: int
-
-
 def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | None) -> MemoryPlan:
     """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
 
     The rules are applied until none changes anything: an op may have relied on the recomputation of another
-    that is now kept, and ops inside a module that is now kept are judged one by one.
-
-    Args:
-        plan: plan for the model.
-        structure: structure of the model.
-        saved: what the forward that starts will save; ``None``: unknown, and nothing is judged by it.
+    that is now kept, and ops inside a module that is now kept are judged one by one. ``saved``: what the
+    forward that starts will save; ``None``: unknown, and nothing is judged by it.
     """
     found = keep_what_is_overwritten(plan, structure)
     if saved is None:
@@ -173,36 +138,28 @@ def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | Non
 def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     """Return ``plan`` without the selective recomputation that holds at least as many bytes as it drops.
 
-    Args:
-        plan: plan for the model.
-        saved: what a forward saves with the shapes and dtypes of training.
-
-    Returns:
-        The same plan, if all recomputation reduces the bytes saved; else one in which the other ops are kept,
-        with an adjustment for each op path: how many bytes it would hold in a layer, in place of how many.
+    It is the same plan, if all recomputation reduces the bytes saved; else the adjustments say how many bytes
+    each op path would hold in a layer, in place of how many.
     """
     recomputed = RecomputedModules(plan, saved.modules)
     if not recomputed.selective_layers:
         return plan
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
-    by_reason: dict[tuple[str, int, int], list[Scope]] = {}
+    by_reason: dict[tuple[str, int, int], dict[Scope, None]] = {}
     for layer, graph in sorted(_graphs(saved, recomputed).items(), key=lambda item: layer_order(item[0])):
         costly, still_run = graph.decided()
-        for found in costly:
-            _, path, ordinal = found.op
+        for (_, path, ordinal), held, dropped in costly:
             row, own = rows.get((layer, path, None)), (layer, path, ordinal) in rows
             kept = row is not None and row.fate == "keep"
             if row is not None and not (own or kept) and all(op[1] != path for op in still_run):
                 ordinal = None  # every call of it
             if own or not kept:
                 rows[layer, path, ordinal] = PlanRow(layer, path, "keep", ordinal)
-            stays_in = by_reason.setdefault((path, found.held_bytes, found.dropped_bytes), [])
-            if layer not in stays_in:
-                stays_in.append(layer)
+            by_reason.setdefault((path, held, dropped), {})[layer] = None
     if not by_reason:
         return plan
     adjustments = tuple(
-        Adjustment(_WHERE, tuple(where), path, "recompute", "keep", _REASON.format(held, dropped))
+        Adjustment(WHERE, tuple(where), path, "recompute", "keep", _REASON.format(held, dropped))
         for (path, held, dropped), where in by_reason.items()
     )
     return replace(plan, rows=tuple(rows.values()), adjustments=(*plan.adjustments, *adjustments))
@@ -214,31 +171,29 @@ def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     Only results that autograd would not save anyway have one: they cost bytes. Results of communications have
     none: the keys for communication name them.
     """
-    found: dict[tuple[str, str, int], list[Scope]] = {}
+    found: dict[tuple[str, str, int], dict[Scope, None]] = {}
     recomputed = RecomputedModules(plan, saved.modules)
     for index, use in held_results(saved, recomputed):
         storage, (scope, path, _), row = saved.storages[index], use.at, recomputed.row(use.at)
         if row is None or is_communication(path) or any(other.kind == "saved" for other in storage.uses):
             continue
-        layers = found.setdefault((path, row.fate, storage.size_bytes), [])
-        if scope is not None and scope not in layers:
-            layers.append(scope)
+        layers = found.setdefault((path, row.fate, storage.size_bytes), {})
+        if scope is not None:
+            layers[scope] = None
     adjustments = tuple(
         Adjustment(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
         for (path, fate, size_bytes), layers in found.items()
     )
-    new = tuple(adjustment for adjustment in adjustments if adjustment not in plan.adjustments)
+    new = [adjustment for adjustment in adjustments if adjustment not in plan.adjustments]
     return replace(plan, adjustments=(*plan.adjustments, *new)) if new else plan
 
 
 @dataclass
 class _Graph:
-    """The storages that one layer saves, and the units that can rebuild them.
-
-    A unit is a call that is run again as one. A storage is known by its number.
+    """The storages that one layer saves, and the units (calls that run again as one) that can rebuild them.
 
     Attributes:
-        sizes: bytes of each storage.
+        sizes: bytes of each storage, by its number.
         saved: for each saved storage (storage, the unit that can rebuild it; ``None``: it is held).
         inputs: for each unit, its inputs in the same form.
         made: the units, in the order in which their results are first used.
@@ -263,10 +218,15 @@ class _Graph:
                 uses += [use for use in self.inputs.get(unit, ()) if use[1] != unit]
         return held, needed
 
-    def decided(self) -> tuple[list[_KeptCall], set[OpCall]]:
-        """Return the units that are to be kept, and the units that are run again."""
+    def decided(self) -> tuple[list[tuple[OpCall, int, int]], set[OpCall]]:
+        """Return the units to keep, since running them again would not reduce the bytes saved, and those to
+        run again.
+
+        The former with the bytes that would be held only in order to run it again, and those that would be
+        dropped for it, both of all units that are decided together.
+        """
         kept: frozenset[OpCall] = frozenset()
-        costly: list[_KeptCall] = []
+        costly: list[tuple[OpCall, int, int]] = []
         held, needed = self.held(kept)
         untried = held != {storage for storage, unit in self.saved if unit is None}  # else none costs bytes
         while untried:
@@ -275,7 +235,7 @@ class _Graph:
                 other, still_needed = self.held(kept | group)
                 if self._bytes(other) <= self._bytes(held):
                     more, less = self._bytes(held - other), self._bytes(other - held)
-                    costly += [_KeptCall(op, more, less) for op in self.made if op in group]
+                    costly += [(op, more, less) for op in self.made if op in group]
                     kept, held, needed, untried = kept | group, other, still_needed, True
                     break
         return costly, needed
@@ -292,16 +252,14 @@ class _Graph:
 
     def _rebuilt_from(self, unit: OpCall) -> set[OpCall]:
         """Return ``unit`` and the units that depend on its results, directly or not, except whole layers."""
-        found = {unit}
-        grown = True
-        while grown:
-            readers = {
+        found = new = {unit}
+        while new:
+            new = {
                 reader
                 for reader, uses in self.inputs.items()
                 if reader not in found and reader[1] and any(source in found for _, source in uses)
             }
-            grown = bool(readers)
-            found |= readers
+            found = found | new
         return found
 
 
@@ -321,8 +279,7 @@ def _graphs(saved: SavedBytes, recomputed: RecomputedModules) -> dict[Scope, _Gr
             if graph is None or (holder is not None and holder[2] is not None and not is_recomputed(holder)):
                 continue
             source = ticket.source if is_recomputed(ticket.use.producer) else None
-            if source is not None and source[0] != scope:
-                source = None
+            source = None if source is None or source[0] != scope else source
             graph.sizes[index] = storage.size_bytes
             if holder is None:
                 graph.saved.add((index, source))

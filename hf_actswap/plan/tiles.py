@@ -15,6 +15,7 @@ more in backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -75,7 +76,7 @@ _OVER_LAST_DIMENSIONS = _names("native_layer_norm _fused_rms_norm rms_norm")
 def checked_tiles(
     model: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, parts: int = 1
 ) -> dict[Tile, int]:
-    """Return, for each tile, into how many parts the ranks divide the tokens of its output (1: not divided).
+    """Return, for each tile, into how many of the ``parts`` the ranks divide the tokens of its output.
 
     Args:
         model: the model, without its wrappers.
@@ -91,47 +92,39 @@ def checked_tiles(
         for tile in tiles
         if tile.scope != "head"
     }
-    looks, why_not = _looks(model, modules.values(), structure, parts) if modules else ({}, "")
+    looks, why_not = _looks(model, list(modules.values()), structure, parts) if modules else ({}, "")
     layers: dict[tuple[str, str], list[Scope]] = {}
     for tile, path in modules.items():
         found = f"not known: no run on fake tensors ({why_not})" if why_not else looks[path].mixing
         if found:
             layers.setdefault((tile.op_path or str(tile.scope), found), []).append(tile.scope)
-    if layers:
-        raise PlanError(
-            [
-                Problem(
-                    f"tile_config.tile {op_path} (layers {format_scopes(scopes)})", _EXPECTED, found, _HINT
-                )
-                for (op_path, found), scopes in layers.items()
-            ]
-        )
+    expected = "a module that treats tokens one by one"
+    hint = "The MLP and the norms of a layer do; remove the entry, or name a module inside."
+    problems = [
+        Problem(f"tile_config.tile {op_path} (layers {format_scopes(scopes)})", expected, found, hint)
+        for (op_path, found), scopes in layers.items()
+    ]
+    if problems:
+        raise PlanError(problems)
     return {tile: looks[modules[tile]].parts if tile in modules else 1 for tile in tiles}
 
 
 _NOT_CALLED = "a module that the model does not call"
-_EXPECTED = "a module that treats tokens one by one"
-_HINT = "The MLP and the norms of a layer do; remove the entry, or name a module inside."
 
 
 @dataclass
 class _ModuleFindings:
-    """What the calls of a module show.
-
-    Args:
-        mixing: the op that mixes tokens in it, in words; empty: none does.
-        parts: into how many parts the ranks divide the tokens of its output.
-    """
+    """The op that mixes tokens in a module, in words (empty: none), and the parts of its output's tokens."""
 
     mixing: str = _NOT_CALLED
     parts: int = 1
 
 
 def _looks(
-    model: nn.Module, paths: Iterable[str], structure: ModelStructure, parts: int
+    model: nn.Module, paths: Sequence[str], structure: ModelStructure, parts: int
 ) -> tuple[dict[str, _ModuleFindings], str]:
     """Return the `_ModuleFindings` of each module by path, and why the model does not run on fakes."""
-    paths, why_not = list(paths), ""
+    why_not = ""
     taken = {size for weight in model.parameters() for size in weight.shape}
     batch, *_ = [prime for prime in _BATCHES if all(size % prime for size in taken)] or _BATCHES
     for length in _LENGTHS:
@@ -152,21 +145,16 @@ def _looks_at(
     with dry_call(model, {}), expert_stand_ins(layers, lambda *_: None):
         state = fake_weights(model, _CPU)
         batch = example_batch(model, state.values(), (sizes.batch, sizes.length * sizes.parts))
-        undo = [
-            step
-            for path, look in found.items()
-            for step in _watch(model.get_submodule(path), path, look, sizes)
-        ]
-        try:
+        with ExitStack() as watches:
+            for path, look in found.items():
+                watches.enter_context(_watched(model.get_submodule(path), path, look, sizes))
             ForwardRecorder({}, {}, None).run_on_fakes(model, model, state, (), batch)
-        finally:
-            for step in reversed(undo):
-                step()
     return found
 
 
-def _watch(module: nn.Module, path: str, look: _ModuleFindings, sizes: _Sizes) -> list[Callable[[], None]]:
-    """Record in ``look`` what each run of a module's forward shows; return the functions that undo this.
+@contextmanager
+def _watched(module: nn.Module, path: str, look: _ModuleFindings, sizes: _Sizes) -> Iterator[None]:
+    """Record in ``look`` what each run of a module's forward shows.
 
     Only the forward is watched, without the module's hooks, because only that runs in tiles. Routed experts
     inside count as one op: they sort tokens by expert, and give each token its own result.
@@ -186,12 +174,6 @@ def _watch(module: nn.Module, path: str, look: _ModuleFindings, sizes: _Sizes) -
         look.mixing = ("" if first else look.mixing) or mixing or of_call
         return output
 
-    def restore() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
     def looks_away(away: bool) -> Callable[..., None]:
         def act(*_: Any) -> None:
             for ops in running:
@@ -199,22 +181,28 @@ def _watch(module: nn.Module, path: str, look: _ModuleFindings, sizes: _Sizes) -
 
         return act
 
-    module.forward = forward
-    undo: list[Callable[[], None]] = [restore]
-    for name, experts in module.named_modules():
-        if f"{path}.{name}".rstrip(".").rpartition(".")[2] == EXPERTS_MODULE:
-            undo.append(experts.register_forward_pre_hook(looks_away(True)).remove)
-            undo.append(experts.register_forward_hook(looks_away(False), prepend=True).remove)
-    return undo
+    hooks = []
+    try:
+        module.forward = forward
+        for name, experts in module.named_modules():
+            if f"{path}.{name}".rstrip(".").rpartition(".")[2] == EXPERTS_MODULE:
+                hooks.append(experts.register_forward_pre_hook(looks_away(True)))
+                hooks.append(experts.register_forward_hook(looks_away(False), prepend=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 @dataclass(frozen=True)
 class _Sizes:
     """The sizes of a batch, two primes, and how to find them in the sizes of other tensors.
 
-    Args:
-        batch, length: the primes.
-        parts: number of ranks that may divide the sequence.
+    ``parts``: number of ranks that may divide the sequence.
     """
 
     batch: int
@@ -222,7 +210,6 @@ class _Sizes:
     parts: int
 
     def has_tokens(self, size: int) -> bool:
-        """Whether a dimension is one of tokens."""
         return size > 0 and (size % self.batch == 0 or size % self.length == 0)
 
     def of(self, elements: int) -> tuple[int, int]:
@@ -236,7 +223,6 @@ class _Sizes:
         return counts[0], counts[1]
 
     def shape(self, tensor: torch.Tensor) -> str:
-        """Return the shape of a tensor in words."""
         names = {self.batch: "batch"}
         for tokens in (self.length, self.length * self.parts):
             names |= {tokens: "tokens", self.batch * tokens: "batch * tokens"}
@@ -244,12 +230,7 @@ class _Sizes:
 
 
 class _Ops(TorchDispatchMode):
-    """Watches the ops of a call; ``mixing`` says in words what the first op that mixes tokens does.
-
-    Args:
-        sizes: sizes of the batch.
-        held: storages of the call's arguments, weights and buffers.
-    """
+    """Watches the ops of a call; ``mixing`` says in words what the first op that mixes tokens does."""
 
     def __init__(self, sizes: _Sizes, held: set[int | None]) -> None:
         super().__init__()
@@ -288,11 +269,8 @@ class _Ops(TorchDispatchMode):
             sides = {-1 - at for at, pads in enumerate(ends) if any(pads)}
             shifts = any(self._sizes.has_tokens(args[0].shape[dim]) for dim in sides)
             return "shifts tokens" if shifts else ""
-        known = (
-            (not computes(func) and name != "as_strided")
-            or torch.Tag.pointwise in func.tags
-            or name in _ROW_BY_ROW
-        )
+        is_view = not computes(func) and name != "as_strided"
+        known = is_view or torch.Tag.pointwise in func.tags or name in _ROW_BY_ROW
         return "" if known else "is not known to treat tokens one by one"
 
     def _along_tokens(self, func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
@@ -349,13 +327,7 @@ def tile_ladder(
     """Yield (``tile_config``, plan) with more and more of the model in tiles (``auto``).
 
     What the user wrote stays: ``loss``, also ``off``, entries of ``tile``, and every fate. Tiles that would
-    replace a written fate are left out, as are modules that mix tokens.
-
-    Args:
-        config: what the user wrote.
-        model: the model, without its wrappers.
-        structure: structure of the model.
-        parts: number of ranks of the tensor-parallel group, which may divide the sequence.
+    replace a written fate are left out, as are modules that mix tokens. Arguments as of `checked_tiles`.
     """
     last = resolve_plan(config, structure)
     rows = last.rows
@@ -404,5 +376,4 @@ def _norms(structure: ModelStructure) -> tuple[str, ...]:
 
 
 def tile_names(tiles: Iterable[Tile]) -> str:
-    """Return the names of the ops that run in tiles, each once."""
     return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

@@ -1,9 +1,9 @@
 """Checks a plan against compiled layers, and against Hugging Face's own gradient checkpointing.
 
-A compiled region saves what its partitioner chose: a list of tensors, without the names of the ops that
-made them. So such a layer can only be swapped whole, by size and order; swap rules that name ops inside
-cannot be carried out. Recomputation of single ops can: the tracer records which module and function each
-op comes from, and the partitioner obeys a tag on the op (`engine/compiled_regions.py`).
+A compiled region saves what its partitioner chose: tensors without the names of the ops that made them. So
+such a layer can only be swapped whole, by size and order. Recomputation of single ops is possible: the tracer
+records which module and function each op comes from, and the partitioner obeys a tag on the op
+(`engine/compiled_regions.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .wrappers import checkpointing_argument, is_checkpointed
 
 _ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
-_BY_LAYER = "Write layer_swap for these layers, or do not compile them."
 _HOW_TO_COMPILE = (
     "Compile the layers first, one by one: `layer.compile()`, or regional compilation "
     "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
@@ -36,8 +35,6 @@ _CUDA_GRAPHS = Problem(
     "torch.compile with CUDA graphs: they keep what they save at fixed addresses, so swapping frees nothing",
     'Compile with the default mode or "max-autotune-no-cudagraphs".',
 )
-_DATA_DEPENDENT = "routed experts depend on data, which breaks the graph"
-_UNSEEN = "nothing in it is a function that the tracer names"
 
 
 def default_as_layer_swap(
@@ -56,8 +53,14 @@ def default_as_layer_swap(
 
 def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
     """Return requests that compiled layers cannot carry out, and compile budgets of other layers."""
-    problems = _problems_of_budgets(plan, structure)
+    problems = []
     compiled = {layer.index for layer in structure.all_layers if layer.compiled}
+    budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters} - compiled
+    if without := [layer.index for layer in structure.all_layers if layer.index in budgeted]:
+        one_by_one = f"layers {format_scopes(without)} not compiled"
+        found = "a model compiled whole" if structure.compiled else one_by_one
+        where = "recompute_config.compile_budget"
+        problems.append(Problem(where, _ONE_BY_ONE, found, _HOW_TO_COMPILE))
     compiled |= {layer.index for layer in structure.layers if structure.compiled}
     named = [
         row
@@ -67,45 +70,25 @@ def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
     swapped = {row.op_path for row in named if row.fate != "recompute" or structure.compiled}
     if swapped:
         found = ", ".join(sorted(swapped))
-        problems.append(Problem("plan", "whole layers where layers are compiled", found, _BY_LAYER))
+        hint = "Write layer_swap for these layers, or do not compile them."
+        problems.append(Problem("plan", "whole layers where layers are compiled", found, hint))
     elif not structure.compiled:
         problems += _problems_of_tags(named, structure)
     if structure.compiled:
-        problems += _problems_of_whole_model(plan)
+        rows = [plan.row(layer, "") for layer in range(plan.num_layers)]
+        if len({("keep", None) if row is None else (row.fate, row.windows) for row in rows}) > 1:
+            expected = "one fate for all layers where the whole model is compiled"
+            problems.append(Problem("layers", expected, "several", _REGIONAL))
+        if any(row is not None and row.fate == "recompute" for row in rows):
+            problems.append(Problem("recompute", _ONE_BY_ONE, "a model compiled whole", _REGIONAL))
     graphs = structure.cuda_graphs or any(stack.cuda_graphs for stack in structure.stacks)
     if graphs and any(row.fate == "swap" and row.scope in compiled for row in plan.rows):
         problems.append(_CUDA_GRAPHS)
     inside = {layer.module_path for stack in structure.stacks if stack.compiled for layer in stack.layers}
     if lost := [row.scope for row in plan.rows if row.scope in inside and row.fate != "keep"]:
-        problems.append(
-            Problem("stacks", _ONE_BY_ONE, f"{format_scopes(set(lost))} inside compiled code", _REGIONAL)
-        )
+        found = f"{format_scopes(set(lost))} inside compiled code"
+        problems.append(Problem("stacks", _ONE_BY_ONE, found, _REGIONAL))
     return problems
-
-
-def _problems_of_whole_model(plan: MemoryPlan) -> list[Problem]:
-    problems = []
-    fates = {
-        (row.fate, row.windows) if (row := plan.row(layer, "")) is not None else ("keep", None)
-        for layer in range(plan.num_layers)
-    }
-    if len(fates) > 1:
-        expected = "one fate for all layers where the whole model is compiled"
-        problems.append(Problem("layers", expected, "several", _REGIONAL))
-    if any(fate == "recompute" for fate, _ in fates):
-        problems.append(Problem("recompute", _ONE_BY_ONE, "a model compiled whole", _REGIONAL))
-    return problems
-
-
-def _problems_of_budgets(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
-    budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters}
-    without = [
-        layer.index for layer in structure.all_layers if layer.index in budgeted and not layer.compiled
-    ]
-    if not without:
-        return []
-    what = "a model compiled whole" if structure.compiled else f"layers {format_scopes(without)} not compiled"
-    return [Problem("recompute_config.compile_budget", _ONE_BY_ONE, what, _HOW_TO_COMPILE)]
 
 
 def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Problem]:
@@ -113,8 +96,7 @@ def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Pr
     layers = {layer.index: layer for layer in structure.all_layers}
     why: dict[tuple[str, str], list[Scope]] = {}
     for row in rows:
-        reason = _untaggable(layers[row.scope], row, structure)
-        if reason:
+        if reason := _untaggable(layers[row.scope], row, structure):
             why.setdefault((row.op_path, reason), []).append(row.scope)
     return [
         Problem(
@@ -135,9 +117,9 @@ def _untaggable(layer: LayerStructure, row: PlanRow, structure: ModelStructure) 
         return f"only its modules are known ({structure.why_not})"
     names = [op.path for op in layer.ops if op.path.rpartition(".")[2] == EXPERTS_MODULE]
     if any(is_below(row.op_path, path) or is_below(path, row.op_path) for path in names):
-        return _DATA_DEPENDENT
+        return "routed experts depend on data, which breaks the graph"
     seen = any(is_below(call.key[0], row.op_path) for call in layer.calls)
-    return "" if seen else _UNSEEN
+    return "" if seen else "nothing in it is a function that the tracer names"
 
 
 _ON = "gradient checkpointing switched on"
@@ -148,10 +130,7 @@ def problems_of_checkpointing(
 ) -> list[Problem]:
     """Return the requests of a plan that cannot be carried out with gradient checkpointing switched on.
 
-    Args:
-        layers: layers of the model, by scope (`ModelStructure.layer_modules`).
-        plan: the plan to be applied to the model.
-        compiled: whether the model is compiled as a whole, so that rows name no layer in particular.
+    ``compiled``: whether the model is compiled as a whole, so that rows name no layer in particular.
     """
     on = [scope for scope, layer in layers.items() if is_checkpointed(layer)]
     if not on or not plan.rows:
@@ -164,8 +143,7 @@ def problems_of_checkpointing(
         )
         expected = "gradient checkpointing or a recompute_config that recomputes something, not both"
         return [Problem("model", expected, f"{_ON}, and recomputation in layers {where}", hint)]
-    problems = [_unseen(layers[scope]) for scope in on]
-    found = [problem for problem in problems if problem is not None][:1]
+    found = [problem for scope in on if (problem := _unseen(layers[scope])) is not None][:1]
     inside = {row.scope for row in plan.rows if row.fate == "swap" and row.op_path != OUTPUT}
     lost = [scope for scope in on if scope in inside]
     if lost and not compiled:
@@ -176,7 +154,6 @@ def problems_of_checkpointing(
 
 
 def _unseen(layer: nn.Module) -> Problem | None:
-    """Return why what a layer's checkpoint saves cannot be swapped, or ``None``."""
     call: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
     function, keywords = getattr(call, "func", call), getattr(call, "keywords", {})
     if function is not checkpoint:

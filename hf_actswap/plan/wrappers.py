@@ -87,10 +87,7 @@ def checkpointing_argument() -> str:
 
 
 def without_checkpointing(model: nn.Module) -> Callable[[], None]:
-    """Switch gradient checkpointing off in all layers, for a planner that decides what is recomputed.
-
-    A line is logged if it was on. The function that is returned switches it on again, where it was on.
-    """
+    """Switch gradient checkpointing off in all layers; return a function that switches it on again."""
     on = [module for module in model.modules() if is_checkpointed(module)]
     if on:
         logger.info(
@@ -112,7 +109,6 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
 
 def can_be_checkpointed(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer for which gradient checkpointing can be switched on."""
     return hasattr(module, "gradient_checkpointing")
 
 

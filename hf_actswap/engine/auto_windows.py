@@ -63,14 +63,7 @@ Key = tuple[Scope | None, int]
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of an `Observation`, for each storage that the plan swaps; all times are compute's.
-
-    Args:
-        keys: by which each is known in later forwards.
-        op_paths: those of the plan's rows.
-        candidates: what may become of them.
-        timeline: when compute ran each hook.
-    """
+    """The result of an `Observation`, for each storage that the plan swaps; all times are compute's."""
 
     keys: tuple[Key, ...]
     op_paths: tuple[str, ...]
@@ -86,9 +79,6 @@ class Observation:
 
     Two things are subtracted, so that only compute's own time is left: waits for copies, and the pause
     between forward and backward in which host memory is allocated.
-
-    Args:
-        transfer: places the time stamps in compute's order of work.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -178,8 +168,7 @@ class AutoWindows:
         transfer: measures the link and compute's time.
         pool: host memory, which is allocated for the observed copies.
         counters: report the waits.
-        pending_bytes: returns the device memory that the step will take beside saved tensors (gradients
-            that are not allocated yet).
+        pending_bytes: returns the device memory that gradients will take which are not allocated yet.
         decided: called once with the adjustments that say what was decided.
     """
 
@@ -289,19 +278,10 @@ class StageWindows(AutoWindows):
     """Chooses windows on a stage of a pipeline, for each chunk of layers that the stage has.
 
     Passes of other micro-batches run between a forward and its backward, and ranks of other stages are not
-    at the same forward. So ranks exchange nothing: each decides by its own times, when a step starts.
-
-    ====== =====================================================================================
-    step 1 nothing is decided.
-    step 2 the link is measured before it, on all ranks at once. The first forward of each chunk
-           and its backward are observed.
-    step 3 decisions are made before it, and host memory for all micro-batches in flight is
-           allocated.
-    ====== =====================================================================================
-
-    Args:
-        transfer, pool, counters, pending_bytes, decided: as of `AutoWindows`.
-        passes: order of the stage's forwards and backwards in a step.
+    at the same forward. So ranks exchange nothing: each decides by its own times, when a step starts. Before
+    step 2 the link is measured, on all ranks at once, and in it the first forward of each chunk and its
+    backward are observed. Decisions are made before step 3, when host memory for all micro-batches in flight
+    is allocated.
     """
 
     def __init__(
@@ -462,8 +442,8 @@ def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, 
         timeline: a forward, and its backward as if it followed at once.
         length: operators of a pass.
         most_ops: longest window.
-        after: whether a backward of another micro-batch runs right after the forward.
-        before: whether a forward of another micro-batch runs right before the backward.
+        after, before: whether another micro-batch's backward runs right after the forward, and whether
+            another's forward runs right before the backward.
     """
     last_op, end_ms = timeline.forward[-1]
     forward, backward = list(timeline.forward[:-1]), list[tuple[int, float]]()

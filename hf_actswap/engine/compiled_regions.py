@@ -73,8 +73,7 @@ class RegionRules:
         budget: share of the activation memory that may be saved, above 0; ``None``: PyTorch's own setting.
         fates: op path -> whether it is recomputed; the longest path wins. Empty: no tags.
         outputs: ops whose outputs are returned by recomputed modules; these ops are not recomputed.
-        modules: op paths of the layer's modules.
-        attention: op paths of its attention modules.
+        modules, attention: op paths of the layer's modules, and of those for attention.
     """
 
     budget: float | None

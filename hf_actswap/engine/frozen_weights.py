@@ -119,7 +119,6 @@ class HeldWeight:
 
     Args:
         name: its path inside the layer.
-        tensor: the parameter or buffer, which stays the same object.
         modules: the modules that own it, each with its name there.
         view: its geometry in the layer's block.
         origin: the device that it was on.
@@ -136,11 +135,9 @@ class LayerWeights:
     """The frozen weights of one layer: on the host always, on the device while the layer needs them.
 
     Args:
-        scope: the layer's scope in a plan.
-        path: the layer's module path.
+        scope, path: the layer's scope in a plan, and its module path.
         position: its place in the order in which forward calls the layers.
-        held: the weights.
-        size_bytes: bytes of the block that has them all.
+        held: the weights, which lie in a block of ``size_bytes``.
         read: called with the layer before a ticket reads it, so that the layer is on the device then.
 
     Attributes:
@@ -325,10 +322,7 @@ def _unpack(outer: Callable[[Any], torch.Tensor], ticket: Any) -> torch.Tensor:
 class WeightTicket:
     """What autograd holds in the place of a frozen weight, or a view of it.
 
-    Args:
-        layer: the weights of the layer.
-        view: geometry of the saved tensor in the layer's block.
-        edition: how often the weights had been written when it was saved.
+    ``edition`` says how often the weights had been written when it was saved.
     """
 
     __slots__ = ("_edition", "_layer", "_view")

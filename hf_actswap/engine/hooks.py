@@ -200,14 +200,13 @@ class CallGuard:
         return self.thread is not None and self.thread != get_ident()
 
     def enter(self, prepares: bool) -> bool:
-        """Note that a call of the model starts in this thread, before its hooks run.
+        """Note that a call of the model starts in this thread; return whether `release` must follow.
+
+        It must after a training forward that is not within another.
 
         Args:
             prepares: whether a forward that runs is still being prepared: on fake tensors, which any call of
                 the model would meet.
-
-        Returns:
-            Whether it is a training forward, and not within another: `release` must follow.
         """
         trains = torch.is_grad_enabled()
         with self._lock:
@@ -306,7 +305,13 @@ class Engine:
             if scope in paths:
                 undo += self._follow_scope(self._root.get_submodule(paths[scope]), scope, None)
         for layer in self.structure.all_layers:
-            undo += self._follow_layer(layer)
+            module = self._layers[layer.index]
+            if layer.index in self._fates.checkpointed_layers:
+                undo.append(checkpointed(uncompiled(module), layer.module_path))
+            undo += self._regions.attach(layer.index, module)
+            undo += self._follow_scope(module, layer.index, layer)
+            if layer.index in self._fates.named_layers - self._named:
+                undo += self._follow_modules(layer)
         undo.append(self._leave_inside)
         if not self._traces.knows(self._named):
             self._follow_inside()
@@ -320,17 +325,6 @@ class Engine:
         self._first_step.removed(self.plan, self._measures)
         self.runtime.unbind()
         self.runtime.close()
-
-    def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
-        module = self._layers[layer.index]
-        undo = []
-        if layer.index in self._fates.checkpointed_layers:
-            undo.append(checkpointed(uncompiled(module), layer.module_path))
-        undo += self._regions.attach(layer.index, module)
-        undo += self._follow_scope(module, layer.index, layer)
-        if layer.index in self._fates.named_layers - self._named:
-            undo += self._follow_modules(layer)
-        return undo
 
     def _follow_modules(self, layer: LayerStructure) -> list[Undo]:
         module = self._layers[layer.index]
@@ -638,7 +632,7 @@ class FirstStep:
         """Judge the step before, if its backward has run; called when a training forward starts.
 
         Args:
-            plan: the plan after it was settled: ops whose recomputation saves no memory are kept.
+            plan: the plan after it was settled.
             measures: whether open windows are chosen by measurement, which logs its own decisions.
         """
         if self.entered is not None and self._backward_ran:

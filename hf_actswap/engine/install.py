@@ -46,10 +46,6 @@ class AppliedPlan:
         make: takes a plan; returns a new engine for the model, and the function that installs its hooks.
         weights: the model's frozen weights on the host; ``None``: all weights stay.
         counts_weights: whether `stats` includes their copies; a planner counts them once for all its plans.
-
-    Attributes:
-        structure: structure of the model.
-        weights: as given.
     """
 
     def __init__(
@@ -136,10 +132,9 @@ class AppliedPlan:
 
     @uninterrupted()
     def change_to(self, plan: MemoryPlan) -> None:
-        """Let another plan for the same model act, before the first training forward; counting begins anew.
+        """Let a plan with the same tiles act, before the first training forward; counting begins anew.
 
-        Args:
-            plan: a plan with the same tiles; not checked against the model.
+        It is not checked against the model.
         """
         self.suspend()
         before = self._engine.runtime
@@ -309,7 +304,7 @@ def _check(
 def tile_parts(
     root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, replicas: ReplicaRanks | None
 ) -> dict[Tile, int]:
-    """Return, for each tile, into how many parts ranks divide the sequence of its module's output (else 1).
+    """Return into how many parts ranks divide the sequence of the output of each tile's module (else 1).
 
     Raises:
         PlanError: something cannot run over tiles of the tokens in this model.

@@ -60,7 +60,6 @@ class Owner:
 
     Args:
         ref: keeps the storage object's address from being reused.
-        action: the plan's.
         region, position: the recomputed function that returned it, and its place among the outputs.
         is_external: whether no op ever owns it (parameters, buffers).
         chosen: for a swap under ``auto``: the action chosen when it was first saved, and its key there.
@@ -77,11 +76,9 @@ class Owner:
 class Owners:
     """The storages seen so far, with their owners.
 
-    Nothing is read before the first lookup. If every layer matches its cached trace, there is no lookup.
-
-    Args:
-        modules: modules whose parameters and buffers are unowned, until `enter` names others.
-        values: tree of values; tensors in it are unowned too.
+    Tensors in the tree ``values`` have none, nor have parameters and buffers of ``modules`` (until `enter`
+    names others). Nothing is read before the first lookup; if every layer matches its cached trace, there is
+    none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:

@@ -60,7 +60,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -220,14 +220,7 @@ class OperatorClock:
         self.shift, self.jumps = shift, True
 
 
-class Fetchable(Protocol):
-    """Something on the host that backward will need on the device."""
-
-    def fetch(self) -> None: ...
-
-
-Reference = Callable[[], Fetchable | None]
-"""A weak reference: returns ``None`` when the object is gone."""
+Reference = weakref.ref[SwapGroup]
 
 
 class Backward:
@@ -273,8 +266,6 @@ class Backward:
                     waiting.fetch()
 
 
-Swapped = weakref.ref[SwapGroup]
-
 REACH = 2 / 3
 """The longest window, as a fraction of the operators of a pass."""
 
@@ -293,10 +284,8 @@ class Pass(NamedTuple):
 class PassOrder:
     """The order of passes of a step on one stage, and the releases and copies back that are due in them.
 
-    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods.
-
-    Attributes:
-        running: the latest forward.
+    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods. ``running``
+    is the latest forward.
     """
 
     def __init__(self) -> None:
@@ -306,7 +295,7 @@ class PassOrder:
         self.running: Pass | None = None
         self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
         self._lengths: dict[int, int] = {}
-        self._due: list[tuple[Point, int, Swapped, bool]] = []
+        self._due: list[tuple[Point, int, Reference, bool]] = []
         self._count = 0
 
     def begin(self, order: Sequence[Pass] = ()) -> None:
@@ -331,7 +320,7 @@ class PassOrder:
         """Note that the next call of the model is the forward of this micro-batch through this chunk."""
         self._following = Pass(chunk, micro_batch, False)
 
-    def releases(self, first_op: int) -> ReleaseQueue[Swapped]:
+    def releases(self, first_op: int) -> ReleaseQueue[Reference]:
         """Return the queue of releases for a forward that starts, by the number of its first operator."""
         self.running = one = self._following
         self._following = None
@@ -341,18 +330,17 @@ class PassOrder:
         return CrossingReleases(self, index, first_op)
 
     def forward_ended(
-        self, queue: CrossingReleases, swapped: Iterable[Swapped], backward: Backward
-    ) -> list[Swapped]:
+        self, queue: CrossingReleases, swapped: Iterable[Reference], backward: Backward
+    ) -> list[Reference]:
         """At the end of a forward, schedule its remaining releases and its copies back in later passes.
+
+        Returns what the caller releases now: all that is left, if the backward follows directly or if the
+        length of the chunk's forward was not known before.
 
         Args:
             queue: releases of the forward.
-            swapped: everything that the forward has swapped.
-            backward: the backward of this forward.
-
-        Returns:
-            What the caller releases now: all that is left, if the backward follows directly or if the length
-            of the chunk's forward was not known before.
+            swapped: everything that it has swapped.
+            backward: its backward.
         """
         last_op, back = backward.clock.now(), self._backward_of(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
@@ -418,7 +406,7 @@ class PassOrder:
         """Return the index of a forward's backward in the order; -1: it has none."""
         return self._place.get(self._order[index]._replace(is_backward=True), -1)
 
-    def _add(self, point: Point, reference: Swapped, is_release: bool) -> None:
+    def _add(self, point: Point, reference: Reference, is_release: bool) -> None:
         heapq.heappush(self._due, (point, self._count, reference, is_release))
         self._count += 1
 
@@ -434,14 +422,8 @@ class PassOrder:
         return self._lengths.get(self._order[index].chunk, max(self._lengths.values()))
 
 
-class CrossingReleases(ReleaseQueue[Swapped]):
-    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass.
-
-    Args:
-        passes: the order of passes of the step.
-        index: index of the forward in the order.
-        first_op: its first operator.
-    """
+class CrossingReleases(ReleaseQueue[Reference]):
+    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass."""
 
     def __init__(self, passes: PassOrder, index: int, first_op: int) -> None:
         super().__init__()
@@ -449,18 +431,18 @@ class CrossingReleases(ReleaseQueue[Swapped]):
         self.most_ops = passes.most_ops(index)
         self.next_at = self._others_at = first_op
 
-    def add(self, item: Swapped, copied_at: int, release_ops: int) -> None:
+    def add(self, item: Reference, copied_at: int, release_ops: int) -> None:
         """Add an item as `ReleaseQueue.add` does, with a window of `most_ops` operators at most."""
         super().add(item, copied_at, min(release_ops, self.most_ops))
         self.next_at = min(self.next_at, self._others_at)
 
-    def due(self, now: int) -> list[Swapped]:
+    def due(self, now: int) -> list[Reference]:
         """Return this forward's items that are due, after running what earlier forwards have scheduled."""
         self._others_at = self.first_op + self._passes.run_due((self.index, now - self.first_op))
         items = super().due(now)
         self.next_at = min(self.next_at, self._others_at)
         return items
 
-    def left(self) -> list[tuple[int, Swapped]]:
+    def left(self) -> list[tuple[int, Reference]]:
         """Return the operator at which each item that is left is due, and the item."""
         return [(due_op, item) for due_op, _, item in self._heap]

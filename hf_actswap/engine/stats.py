@@ -33,11 +33,9 @@ def gib(size_bytes: float) -> float:
 
 
 def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
-    """Return bytes in GiB with four digits; ``unlimited`` for more than any device has.
+    """Return bytes (at least 0) in GiB with four digits; ``unlimited`` for more than any device has.
 
-    Args:
-        size_bytes: at least 0.
-        rounding: `math.ceil` for a least need, `math.floor` for a limit.
+    ``rounding`` is `math.ceil` for a least need, `math.floor` for a limit.
     """
     if size_bytes >= _MORE_THAN_ANY_DEVICE:
         return "unlimited"
@@ -159,11 +157,7 @@ class Counters:
             self.listener(waited)
 
     def snapshot(self, pool: HostPool | None) -> SwapStats:
-        """Return the totals, without waits whose end the device has not reached.
-
-        Args:
-            pool: the present host memory; ``None``: there is none yet.
-        """
+        """Return the totals and the use of ``pool``, without waits whose end the device has not reached."""
         self._settle()
         numbers = {name: getattr(self, name) for name in (*_TOTALS, "live_swaps")}
         if pool is not None:

@@ -51,12 +51,9 @@ class ComputePart:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCopy:
-    """One copy.
+    """One copy, of a tensor that the plan's row of ``scope`` and ``op_path`` swaps.
 
     Args:
-        direction: to the host, or back.
-        scope, op_path: those of the plan row that swaps the tensor.
-        size_bytes: bytes that were copied.
         asked_ms: where compute was when the copy was asked for.
         start_ms, end_ms: it starts when it has been asked for, the copy before it has ended, and (for a copy
             back) its bytes are out.
@@ -84,14 +81,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """When compute and copies of one step ran, and where compute waited.
+    """When compute (without gaps), copies and waits for them (``stalls``) of one step ran, each in order.
 
-    Args:
-        step_ms: duration of the step.
-        compute: parts of compute in order, without gaps.
-        copies: in the order in which they were asked for.
-        stalls: in order of time.
-        overlaps: whether copies run beside compute.
+    ``overlaps`` says whether copies run beside compute.
     """
 
     step_ms: float
@@ -108,11 +100,9 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Device memory at one moment.
+    """Device memory at one moment of a step.
 
     Args:
-        ms: time since the step began.
-        total_bytes: all memory in use.
         kept_bytes: saved for backward, and neither swapped nor recomputed.
         swapped_bytes: swapped, and on the device at this time.
     """
@@ -125,10 +115,9 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Device memory over one step.
+    """Device memory over one step, which takes longer than without the watch.
 
     Args:
-        step_ms: duration of the step; longer than without the watch.
         start_bytes: memory in use before the step: weights, gradients, optimizer states.
         samples: in order of time.
         parts: what compute did meanwhile.
@@ -293,8 +282,8 @@ class MemoryWatch(_StepWatch):
         model: the model that the plan is on.
         applied: the plan, without a pack handler, because this object installs its own.
         allocated_bytes: returns the device memory in use.
-        peak_bytes: returns the most memory in use since its last call; ``None``: not known, so memory that is
-            in use only between two saved tensors is not seen.
+        peak_bytes: returns the most memory in use since its last call; ``None``: memory that is in use only
+            between two saved tensors is not seen.
     """
 
     def __init__(

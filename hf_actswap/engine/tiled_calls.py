@@ -97,10 +97,8 @@ def zero_sum(like: torch.Tensor) -> torch.Tensor:
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return matrix products in at least fp32, without the rounding at the end of half-precision kernels.
 
-    On fake tensors it calls the ops that an accelerator runs.
-
-    Args:
-        left, right: ``[.., m, n]`` and ``[.., n, p]``, with equal leading sizes.
+    Of ``[.., m, n]`` and ``[.., n, p]`` with equal leading sizes. On fake tensors it calls the ops that an
+    accelerator runs.
     """
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
@@ -141,8 +139,7 @@ def tile_module(module: nn.Module, tile: Tile, say: ReportWhole, parts: int = 1)
         module: its first tensor argument is ``[.., T, H]``, a row for each token.
         tile: how many tokens make a tile.
         say: called with the reason if the module runs whole after all.
-        parts: number of ranks over which the module sums its output and among which it divides the sequence:
-            it returns ``[.., T / parts, H]``.
+        parts: number of ranks among which the module divides its output: it returns ``[.., T / parts, H]``.
     """
     if getattr(module, "_compiled_call_impl", None) is not None:
         return replace_call(module, lambda call: TiledModule(module, call, tile, say, parts).forward)
@@ -208,7 +205,7 @@ class _TokenTiles:
 
     Args:
         lead: shape of the hidden states without their last dimension, ``[.., T]``.
-        parts: number of ranks that have a part of the sequence (`tile_module`).
+        parts: number of ranks that have a part of the sequence.
         tokens: about how many tokens a tile has.
     """
 

@@ -73,22 +73,9 @@ class Head(Exchangeable):
         self.is_divided = hasattr(module, "whole_input")
         self.is_linear = (type(module) is nn.Linear or self.is_divided) and "forward" not in vars(module)
 
-    def rows_of(self, hidden: torch.Tensor) -> int:
-        """Return how many rows of hidden states a call multiplies on each rank."""
-        parts = self.module.input_parts if self.is_divided else 1
-        return int(hidden.shape[:-1].numel() * parts)
-
 
 class HeadCall:
-    """One call of a head: what all logits that derive from it share.
-
-    Args:
-        head: the head that was called.
-        names: names of its trained parameters.
-        tokens: number of tokens in a tile.
-        dtype: dtype of its output.
-        device: device of the hidden states.
-    """
+    """One call of a head, with these trained parameters: what all logits that derive from it share."""
 
     def __init__(
         self, head: Head, names: Sequence[str], tokens: int, dtype: torch.dtype, device: torch.device
@@ -130,8 +117,7 @@ class RowCall:
     """A call that treats each row of logits by itself, to be made with the rows of a tile.
 
     Args:
-        func: the function.
-        args, kwargs: its arguments, with `LogitsPlaceholder` in the place of the logits.
+        func, args, kwargs: the call, with `LogitsPlaceholder` in the place of the logits.
         lead: shape of the logits without their last dimension. A tensor among the arguments is the same for
             all rows, or has this shape and a dimension more.
         state: the autocast state in which the model made the call.
@@ -173,13 +159,11 @@ def layout_of(lead: Sequence[int], vocabulary: int, dtype: torch.dtype) -> torch
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """How logits are made from hidden states and the head's parameters, tile by tile.
+    """How logits are made, tile by tile, from a head's call and the row-wise calls (``steps``) that follow.
 
     Args:
-        call: the call of the head.
         layout: a tensor of `layout_of`, or a view of it that chooses rows.
         numbers: ``[N]``: the row of the hidden states for each row number of the layout; ``None``: the same.
-        steps: calls that are applied to the head's output, row by row.
     """
 
     call: HeadCall
@@ -198,12 +182,7 @@ class RowRecipe:
         return replace(self, layout=fresh, numbers=self._row_numbers())
 
     def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowRecipe:
-        """Return the form with one more step, which changes either the dtype or the size of a row, at most.
-
-        Args:
-            step: the call.
-            vocabulary: number of entries of a row after it; ``None``: as before.
-        """
+        """Return the form with one more step, which changes the dtype or the size ``vocabulary`` of a row."""
         apart, dtype = self.layout.stride(-1), self.layout.dtype
         if vocabulary is None:
             vocabulary = self.layout.shape[-1]
@@ -244,7 +223,7 @@ class RowRecipe:
             function: called with the rows of each tile; ``None``: no values, and gradients of the logits.
             upstream: gradient of the values (or of the logits), ``[N, ..]``; ``None``: ones.
             hidden, parameters: hidden states, and the head's trained parameters.
-            wants_hidden: whether to compute the gradient of the hidden states.
+            wants_hidden: whether the hidden states need a gradient.
         """
         of_hidden = zero_sum(hidden) if wants_hidden else None
         flat = None if of_hidden is None else of_hidden.view(-1, hidden.shape[-1])
@@ -355,10 +334,9 @@ def tile_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, u
     """Run a head and the calls that follow it in tiles; return a function that restores its forward.
 
     Args:
-        head: a linear layer, or a module around one (adapters).
+        head: a linear layer, or a module around one (adapters), which ``model`` calls.
         tile: how many tokens make a tile.
         say: called with the reason if the logits are made whole in training.
-        model: the model that calls the head.
         unused: called with the reason if the first training forward of ``model`` does not call the head.
     """
     tiled = _TiledHead(head, tile, say)
@@ -399,7 +377,10 @@ class _TiledHead:
         known = not args and not kwargs and type(hidden) in (torch.Tensor, FakeTensor)
         if not known or hidden.dim() < 2 or not hidden.numel():
             return own(hidden, *args, **kwargs)
-        rows = self._head.rows_of(hidden)
+        parts = (
+            module.input_parts if self._head.is_divided else 1
+        )  # whose rows a call multiplies on each rank
+        rows = int(hidden.shape[:-1].numel() * parts)
         if self._tile.tiles is not None:
             tokens = math.ceil(rows / self._tile.tiles)
         else:
@@ -530,11 +511,7 @@ def _shown(
 ) -> TiledLogits:
     """Return logits that are not computed, with an autograd node.
 
-    Args:
-        form: how they are made from the head's output.
-        say: called with the reason if they are made whole in training.
-        hidden, parameters: hidden states, and the head's trained parameters.
-        parent: logits that they derive from. Their node gets no gradient, but must run: DDP waits for it.
+    They derive from ``parent``, whose node gets no gradient but must run: DDP waits for it.
     """
     with no_saved_tensor_hooks():
         shown: TiledLogits = _Show.apply(form, say, parent, hidden, *parameters)

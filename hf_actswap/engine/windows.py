@@ -374,9 +374,8 @@ class SwapCopy:
         place: its place in the queue of copies out.
         size_bytes, ready_op, consumer_op: as of the `Candidate`.
         fixed: whether the user wrote its windows, so that it is swapped in any case.
-        ready_ms: when the copy out may start.
+        ready_ms, out_by_ms: when the copy out may start, and when it must have ended.
         out_ms, in_ms: how long the copy out and the copy back take.
-        out_by_ms: when the copy out must have ended.
         read_ms: when backward reads it.
         link_time_ms: time on the link from the start of backward until ``read_ms``, without fixed copies.
     """
@@ -396,11 +395,9 @@ class SwapCopy:
 
 
 def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
-    """Return indexes of the set with the most bytes whose copies are hidden both ways, beside the fixed ones.
+    """Return the indexes of the set with the most bytes, up to ``host_bytes``, whose copies are hidden.
 
-    Args:
-        queue: candidates in order of ``place``.
-        host_bytes: most bytes of the set.
+    Beside the fixed copies, and both ways. The queue is in order of ``place``.
     """
     limit = min(max(_SEARCH_STEPS // max(len(queue), 1), 32), 2048)
     host_binds = host_bytes < _most_bytes([copy for copy in queue if not copy.fixed])
@@ -461,8 +458,8 @@ class Loads:
     """Both directions of the link under a set that fits, to test whether one more copy fits too.
 
     Args:
-        queue: candidates in order of ``place``.
-        chosen: indexes of the candidates that are swapped beside the fixed ones.
+        queue: in order of ``place``.
+        chosen: indexes of the copies that are swapped beside the fixed ones.
         host_bytes: most bytes of these.
     """
 

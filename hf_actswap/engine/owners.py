@@ -166,12 +166,15 @@ class Owners:
                         ref = StorageWeakRef(part.untyped_storage())
                         self._owners[key] = Owner(ref, KEEP, is_external=True)
         values, self._values = self._values, ()
+        for leaf in tree_leaves(values):
+            key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
+            if key is not None and key not in self._owners:
+                self._set(leaf, key, None, KEEP)
         left_behind, self._left_behind = self._left_behind, []
-        found = [(leaf, KEEP, True) for leaf in tree_leaves(values)]
-        found += [(tensor(), action, only_if_unowned) for tensor, action, only_if_unowned in left_behind]
-        for tensor, action, only_if_unowned in found:
-            key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
-            if key is None:
+        for reference, action, only_if_unowned in left_behind:
+            tensor = reference()
+            key = None if tensor is None else storage_key(tensor)
+            if tensor is None or key is None:
                 continue
             known = self._owners.get(key)
             if known is None or not only_if_unowned:

@@ -79,8 +79,8 @@ def candidates() -> list[Candidate]:
 
 def step(prefetch: int) -> Step:
     """Walk through a step. The last layer's tensor is kept: backward wants it at once."""
-    kept = Decision(False, None, "kept")
-    swapped = Decision(True, Windows.of_prefetch(prefetch), "") if prefetch else kept
+    kept = Decision(None, "kept")
+    swapped = Decision(Windows.of_prefetch(prefetch)) if prefetch else kept
     return Step(prefetch, simulate(candidates(), [swapped] * (LAYERS - 1) + [kept], timeline(), LINK))
 
 

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 KEPT_SHARE_OF_FREE = 0.6
 """Share of the free device memory that kept tensors may fill before anything is decided."""
 _UNHIDDEN = Windows.of_prefetch(1)
+_NOT_SEEN = "auto: the observed step had no backward; another one is observed"
 _TOO_LARGE = "does not fit on the device beside the rest: swapped, and compute waits for the copies"
 _HEADROOM = 1.1
 """Host memory to allocate, relative to the bytes that the link can carry during the one timed forward."""
@@ -60,30 +61,12 @@ Key = tuple[Scope | None, int]
 """The scope in which a tensor was saved, and its number (from 0) among those to be swapped in that scope."""
 
 
-@dataclass(slots=True)
-class ObservedStorage:
-    """A storage that the plan swaps, as it was seen in the observed forward.
-
-    Args:
-        op_path: op path of the plan row that swaps it.
-        size_bytes: bytes that a swap would move.
-        ready_op: first operator that saves it.
-        consumer_op: last operator that saves it; backward reads the storage there first.
-        windows: windows that the user wrote; ``None``: auto.
-    """
-
-    op_path: str
-    size_bytes: int
-    ready_op: int
-    consumer_op: int
-    windows: Windows | None
-
-
 @dataclass(frozen=True)
 class Measured:
-    """The result of an `Observation`: ``candidates[i]`` has the key ``keys[i]``; all times are compute's."""
+    """The result of an `Observation`, for each storage that the plan swaps; all times are compute's."""
 
     keys: tuple[Key, ...]
+    op_paths: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     timeline: Timeline
 
@@ -96,16 +79,27 @@ class Observation:
 
     Two things are subtracted, so that only compute's own time is left: waits for copies, and the pause
     between forward and backward in which host memory is allocated.
-
-    Args:
-        transfer: places the time stamps in compute's order of work.
     """
 
     def __init__(self, transfer: Transfer) -> None:
-        self.seen: dict[Key, ObservedStorage] = {}
+        self._seen: dict[Key, tuple[str, Candidate]] = {}
         self._log: StepLog[tuple[_Part, int, int]] = StepLog(transfer)
         self._latest: dict[_Part, int] = {}
         self._waits: list[PendingTime] = []
+
+    @property
+    def seen_bytes(self) -> int:
+        """Bytes of the storages that were saved so far."""
+        return sum(item.size_bytes for _, item in self._seen.values())
+
+    def saved(self, key: Key, requested: Action, size_bytes: int, op: int) -> None:
+        """Record that operator ``op`` is the first to save a storage that the plan swaps."""
+        self._seen[key] = requested.op_path, Candidate(size_bytes, op, op, requested.windows)
+
+    def used(self, key: Key, op: int) -> None:
+        """Record that operator ``op`` also saves the storage with this key."""
+        op_path, item = self._seen[key]
+        self._seen[key] = op_path, replace(item, consumer_op=op)
 
     def waited(self, time: PendingTime) -> None:
         """Record that compute waited for a copy."""
@@ -121,7 +115,7 @@ class Observation:
         self._note("forward_end", self._latest.get("forward", 0) if last_op is None else last_op)
 
     def pause_ended(self) -> None:
-        """Record the end of the pause after forward: time until here is not counted as compute's."""
+        """Record the end of the pause after forward, which is not counted as compute's time."""
         self._note("resumed", 0)
 
     def in_backward(self, op: int) -> None:
@@ -141,15 +135,17 @@ class Observation:
             return None
         times = self._compute()
         pause_ms = times["resumed"][0][1] - times["forward_end"][0][1]
-        backward = [(op, ms - pause_ms) for op, ms in times["backward"]]
-        entries = sorted(self.seen.items(), key=lambda item: item[1].ready_op)
+        forward = [*times["forward"], *times["forward_end"]]
+        hooks = [*forward, *((op, ms - pause_ms) for op, ms in times["backward"])]
+        # Measured times may fall: clocks are coarse, and waits are counted a bit long.
+        rising_ms = accumulate((max(ms, 0.0) for _, ms in hooks), max)
+        rising = tuple((op, ms) for (op, _), ms in zip(hooks, rising_ms, strict=True))
+        entries = sorted(self._seen.items(), key=lambda entry: entry[1][1].ready_op)
         return Measured(
             tuple(key for key, _ in entries),
-            tuple(
-                Candidate(seen.size_bytes, seen.ready_op, seen.consumer_op, seen.windows)
-                for _, seen in entries
-            ),
-            Timeline(*_rising([*times["forward"], *times["forward_end"]], backward)),
+            tuple(op_path for _, (op_path, _) in entries),
+            tuple(item for _, (_, item) in entries),
+            Timeline(rising[: len(forward)], rising[len(forward) :]),
         )
 
     def _note(self, part: _Part, op: int) -> None:
@@ -157,26 +153,12 @@ class Observation:
         self._log.note((part, op, len(self._waits)))
 
     def _compute(self) -> Mapping[_Part, list[tuple[int, float]]]:
-        """Return (operator, compute's time until then in ms) of all events, by the part of the step."""
+        """Return the events of each part of the step: (operator, compute's time until then in ms)."""
         waited_ms = list(accumulate((wait.elapsed_ms() or 0.0 for wait in self._waits), initial=0.0))
         found: defaultdict[_Part, list[tuple[int, float]]] = defaultdict(list)
         for (part, op, waits), ms in self._log.times():
             found[part].append((op, ms - waited_ms[waits]))
         return found
-
-
-_Times = tuple[tuple[int, float], ...]
-
-
-def _rising(forward: list[tuple[int, float]], backward: list[tuple[int, float]]) -> tuple[_Times, _Times]:
-    """Return times that never fall; measured ones may, as clocks are coarse and waits counted a bit long."""
-    latest = 0.0
-    times: list[list[tuple[int, float]]] = [[], []]
-    for part, entries in zip(times, (forward, backward), strict=True):
-        for op, ms in entries:
-            latest = max(latest, ms)
-            part.append((op, latest))
-    return tuple(times[0]), tuple(times[1])
 
 
 class AutoWindows:
@@ -186,8 +168,7 @@ class AutoWindows:
         transfer: measures the link and compute's time.
         pool: host memory, which is allocated for the observed copies.
         counters: report the waits.
-        pending_bytes: returns the device memory that the step will take beside saved tensors (gradients
-            that are not allocated yet).
+        pending_bytes: returns the device memory that gradients will take which are not allocated yet.
         decided: called once with the adjustments that say what was decided.
     """
 
@@ -238,9 +219,8 @@ class AutoWindows:
             return
         observation.forward_ended()
         self._transfer.synchronize()
-        wanted = sum(seen.size_bytes for seen in observation.seen.values())
         carried = self._link.out_bytes_per_ms * observation.forward_ms() * _HEADROOM
-        self._pool.reserve(int(min(wanted, carried)))
+        self._pool.reserve(int(min(observation.seen_bytes, carried)))
         self._pool.wait_reserved()
         observation.pause_ended()
 
@@ -264,28 +244,27 @@ class AutoWindows:
         heard = from_all_ranks(measured)
         everyone = [item for item in heard if item is not None]
         self._counters.listener = None
-        seen, self._observation = self._observation.seen, None
+        self._observation = None
         if measured is None or len(everyone) < len(heard):
-            logger.info("auto: the observed step had no backward; another one is observed")
+            logger.info(_NOT_SEEN)
             return
         agreed = _slowest_step(measured, everyone)
-        chosen = choose_windows(
-            agreed.candidates, agreed.timeline, self._link, self._pool.limit_bytes, safety=1.1
-        )
+        chosen = choose_windows(agreed.candidates, agreed.timeline, self._link, self._pool.limit_bytes)
         decisions = _within_device(agreed, chosen, self._kept_limit)
         self._actions = _actions(agreed, decisions)
-        self._say([(agreed, decisions, seen)], self._link)
+        self._say([(agreed, decisions)], self._link)
 
-    def _say(
-        self,
-        decided: Sequence[tuple[Measured, Sequence[Decision], Mapping[Key, ObservedStorage]]],
-        link: Link,
-    ) -> None:
+    def _say(self, decided: Sequence[tuple[Measured, Sequence[Decision]]], link: Link) -> None:
         """Log the decisions of each observed forward, and add them to the plan as adjustments."""
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
         self._tell([adjustment for found in decided for adjustment in _adjustments(*found, link)])
         swapped, kept = (
-            sum(_bytes_decided(measured, decisions, swap) for measured, decisions, _ in decided)
+            sum(
+                item.size_bytes
+                for measured, decisions in decided
+                for item, decision in zip(measured.candidates, decisions, strict=True)
+                if item.windows is None and decision.swap is swap
+            )
             for swap in (True, False)
         )
         logger.info(
@@ -299,19 +278,10 @@ class StageWindows(AutoWindows):
     """Chooses windows on a stage of a pipeline, for each chunk of layers that the stage has.
 
     Passes of other micro-batches run between a forward and its backward, and ranks of other stages are not
-    at the same forward. So ranks exchange nothing: each decides by its own times, when a step starts.
-
-    ====== =====================================================================================
-    step 1 nothing is decided.
-    step 2 the link is measured before it, on all ranks at once. The first forward of each chunk
-           and its backward are observed.
-    step 3 decisions are made before it, and host memory for all micro-batches in flight is
-           allocated.
-    ====== =====================================================================================
-
-    Args:
-        transfer, pool, counters, pending_bytes, decided: as of `AutoWindows`.
-        passes: order of the stage's forwards and backwards in a step.
+    at the same forward. So ranks exchange nothing: each decides by its own times, when a step starts. Before
+    step 2 the link is measured, on all ranks at once, and in it the first forward of each chunk and its
+    backward are observed. Decisions are made before step 3, when host memory for all micro-batches in flight
+    is allocated.
     """
 
     def __init__(
@@ -371,17 +341,17 @@ class StageWindows(AutoWindows):
         measured = {chunk: observation.measured() for chunk, (observation, _) in observed.items()}
         found = {chunk: item for chunk, item in measured.items() if item is not None}
         if not found or len(found) < len(measured):
-            logger.info("auto: the observed step had no backward; another one is observed")
+            logger.info(_NOT_SEEN)
             return
         passes = self._passes.most_in_flight()
         decided = []
         for chunk, seen in found.items():
             decisions = self._decisions(chunk, seen, link, passes)
             self._chosen[chunk] = _actions(seen, decisions)
-            decided.append((seen, decisions, observed[chunk][0].seen))
+            decided.append((seen, decisions))
         swapped = max(
             sum(item.size_bytes for item, one in zip(seen.candidates, decisions, strict=True) if one.swap)
-            for seen, decisions, _ in decided
+            for seen, decisions in decided
         )
         self._pool.reserve(passes * swapped)
         self._pool.wait_reserved()
@@ -401,15 +371,12 @@ class StageWindows(AutoWindows):
             )
         most_bytes, limit = self._pool.limit_bytes, self._kept_limit
         host_bytes = None if most_bytes is None else most_bytes // in_flight
+        found = choose_windows(seen.candidates, timeline, link, host_bytes, most_release_ops=most_ops)
         chosen = [
-            Decision(False, None, TOO_LATE_BACK)
+            Decision(None, TOO_LATE_BACK)
             if item.windows is None and one.windows is not None and one.windows.prefetch_ops > most_ops
             else one
-            for item, one in zip(
-                seen.candidates,
-                choose_windows(seen.candidates, timeline, link, host_bytes, 1.1, most_ops),
-                strict=True,
-            )
+            for item, one in zip(seen.candidates, found, strict=True)
         ]
         return _within_device(seen, chosen, None if limit is None else limit // in_flight)
 
@@ -437,20 +404,18 @@ class AutoForward:
         self._kept_bytes = 0
 
     def action(self, requested: Action, scope: Scope | None, size_bytes: int, op: int) -> tuple[Action, Key]:
-        """Return what to do with a storage that is saved for the first time, and its key.
+        """Return what to do with a storage that operator ``op`` is the first to save, and its key.
 
         Args:
             requested: the plan's action for it.
             scope: where it is saved.
             size_bytes: bytes that a swap would move.
-            op: operator that saves it.
+            op: the operator.
         """
         key = scope, self._count[scope]
         self._count[scope] += 1
         if self.observation is not None:
-            self.observation.seen[key] = ObservedStorage(
-                requested.op_path, size_bytes, op, op, requested.windows
-            )
+            self.observation.saved(key, requested, size_bytes, op)
         if requested.windows is not None:
             return requested, key
         if self._actions is not None:
@@ -464,7 +429,7 @@ class AutoForward:
     def used(self, key: Key, op: int) -> None:
         """Record that operator ``op`` also saves the storage with this key."""
         if self.observation is not None:
-            self.observation.seen[key].consumer_op = op
+            self.observation.used(key, op)
 
 
 def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, before: bool) -> Timeline:
@@ -476,9 +441,9 @@ def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, 
     Args:
         timeline: a forward, and its backward as if it followed at once.
         length: operators of a pass.
-        most_ops: longest window, in operators.
-        after: whether a backward of another micro-batch runs right after the forward.
-        before: whether a forward of another micro-batch runs right before the backward.
+        most_ops: longest window.
+        after, before: whether another micro-batch's backward runs right after the forward, and whether
+            another's forward runs right before the backward.
     """
     last_op, end_ms = timeline.forward[-1]
     forward, backward = list(timeline.forward[:-1]), list[tuple[int, float]]()
@@ -519,11 +484,11 @@ def _slowest_step(own: Measured, everyone: Sequence[Measured]) -> Measured:
         replace(mine[0], size_bytes=max(item.size_bytes for item in mine))
         for mine in zip(*(other.candidates for other in everyone), strict=True)
     )
-    return Measured(own.keys, candidates, Timeline(forward, backward))
+    return replace(own, candidates=candidates, timeline=Timeline(forward, backward))
 
 
 def _operators(measured: Measured) -> object:
-    """Return the operators of a step relative to its first one, without sizes and times, to compare ranks."""
+    """Return what ranks that did the same work have in common: operators relative to the step's first."""
     first = measured.timeline.forward[0][0]
     return (
         measured.keys,
@@ -534,9 +499,8 @@ def _operators(measured: Measured) -> object:
 
 
 def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int | None) -> list[Decision]:
-    """Swap kept tensors that exceed ``limit`` bytes, although compute then waits for them; the earliest
-    first, because they stay longest.
-    """
+    # Kept tensors that exceed ``limit`` bytes are swapped although compute then waits for them; the earliest
+    # first, because they stay longest.
     kept = sum(
         item.size_bytes
         for item, decision in zip(measured.candidates, decisions, strict=True)
@@ -547,29 +511,17 @@ def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int
         if limit is None or kept <= limit:
             break
         if not changed[index].swap:
-            changed[index] = Decision(True, _UNHIDDEN, _TOO_LARGE)
+            changed[index] = Decision(_UNHIDDEN, _TOO_LARGE)
             kept -= item.size_bytes
     return changed
 
 
-def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool) -> int:
-    """Return the bytes of one forward that are to be swapped, or kept; without windows of the user."""
-    return sum(
-        item.size_bytes
-        for item, decision in zip(measured.candidates, decisions, strict=True)
-        if item.windows is None and decision.swap is swap
-    )
-
-
-def _adjustments(
-    measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, ObservedStorage], link: Link
-) -> list[Adjustment]:
+def _adjustments(measured: Measured, decisions: Sequence[Decision], link: Link) -> list[Adjustment]:
     """Return one adjustment per op path and outcome, with layers, bytes and the range of the windows."""
     groups: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
-    for index, key in enumerate(measured.keys):
+    for index, decision in enumerate(decisions):
         if measured.candidates[index].windows is None:
-            decision = decisions[index]
-            groups[seen[key].op_path, decision.swap, decision.reason].append(index)
+            groups[measured.op_paths[index], decision.swap, decision.reason].append(index)
     rates = (
         f"the link carries {link.out_bytes_per_ms / 1e6:.1f} GB/s out, {link.in_bytes_per_ms / 1e6:.1f} in"
     )

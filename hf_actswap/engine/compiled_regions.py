@@ -21,9 +21,8 @@ before the plan was applied is compiled again, and after `remove` its old graph 
 part of the key of AOTAutograd's cache on disk.
 
 The policy of a selective checkpoint is called for each aten op. PyTorch 2.13 calls it after the op has run,
-with the op's output; earlier versions call it before. In these the calling mode stores the outputs of each
-op, and the policy reads the last stored output of the op before. A view is recognised by the op's schema,
-which does not need its output.
+with the op's output. Earlier versions call it before, and store the outputs of each op: there the policy
+reads the last stored output of the op before. A view is recognised by the op's schema.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class RegionRules:
         budget: share of the activation memory that may be saved, above 0; ``None``: PyTorch's own setting.
         fates: op path -> whether it is recomputed; the longest path wins. Empty: no tags.
         outputs: ops whose outputs are returned by recomputed modules; these ops are not recomputed.
-        modules: op paths of the layer's modules.
-        attention: op paths of its attention modules.
+        modules, attention: op paths of the layer's modules, and of those for attention.
     """
 
     budget: float | None
@@ -93,16 +91,6 @@ class RegionRules:
     def _table(self) -> dict[str, bool]:
         return dict(self.fates)
 
-    @property
-    def tagged(self) -> bool:
-        """Whether any op needs a tag."""
-        return bool(self.fates) or (self.budget is not None and self.budget < 1)
-
-    def tag_of_random(self) -> CheckpointPolicy:
-        """Return the tag of an op that draws random numbers and is not recomputed by the plan."""
-        free = self.budget is None or self.budget == 1
-        return CheckpointPolicy.PREFER_SAVE if free else CheckpointPolicy.MUST_SAVE
-
     def recomputes(self, op: OpKey) -> bool:
         """Whether the output of ``op`` is rebuilt in backward."""
         path = op[0]
@@ -114,14 +102,7 @@ class RegionRules:
 
 
 def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> RegionRules | None:
-    """Return what a plan recomputes inside a layer; ``None``: not compiled, recomputed whole or not at all.
-
-    The compiler decides op by op, so the rules have a table of fates and the outputs of recomputed modules.
-
-    Args:
-        recomputed: index of the plan that is applied to the model.
-        layer: a layer of the model.
-    """
+    """Return what a plan recomputes in a layer; ``None``: not compiled, recomputed whole or not at all."""
     if not layer.compiled:
         return None
     plan = recomputed.plan
@@ -135,13 +116,12 @@ def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> Region
         budget, fates = None, {"": True}
     if budget is None and not fates:
         return None
-    modules = tuple(op.path for op in layer.ops if op.kind != "function")
     roots = [path for path in fates if path and recomputed.is_root(layer.index, path)]
     return RegionRules(
         budget,
         tuple(sorted(fates.items())),
         tuple(sorted({key for path in roots for key in _outputs_of(layer, path)})),
-        modules,
+        tuple(op.path for op in layer.ops if op.kind != "function"),
         tuple(sorted(layer.attention_paths)),
     )
 
@@ -155,12 +135,7 @@ def _outputs_of(layer: LayerStructure, module_path: str) -> set[OpKey]:
 
 
 class CompiledRegions:
-    """Puts the rules of a plan on the compiled layers of a model.
-
-    Args:
-        recomputed: index of the plan.
-        structure: structure of the model.
-    """
+    """Puts the rules of a plan on the compiled layers of a model."""
 
     def __init__(self, recomputed: RecomputedModules, structure: ModelStructure) -> None:
         found = {layer.index: region_rules(recomputed, layer) for layer in structure.all_layers}
@@ -185,18 +160,15 @@ class CompiledRegions:
         return replace_forward(layer, MethodType(shared, layer))
 
     def _compiler_options(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
-        """Set the compiler's options during each call of the region, because it may be compiled then.
-
-        After a few recompilations dynamo runs a code object uncompiled, without a warning. So that limit is
-        raised by the number of graphs of this plan and of plans that were on the model before.
-        """
+        """Set the compiler's options during each call of the region, because it may be compiled then."""
         entered: list[ExitStack] = []
+        # After a few recompilations dynamo runs a code object uncompiled, without a warning: leave room for
+        # the graphs of this plan and of those before it.
         graphs = len(set(self._rules.values())) + _GRAPHS_OF_EARLIER_PLANS
 
         def before(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             stack = ExitStack()
-            limit = dynamo_config.recompile_limit + graphs
-            stack.enter_context(dynamo_config.patch(recompile_limit=limit))
+            stack.enter_context(dynamo_config.patch(recompile_limit=dynamo_config.recompile_limit + graphs))
             if rules.budget is not None:
                 stack.enter_context(functorch_config.patch(activation_memory_budget=rules.budget))
             entered.append(stack)
@@ -211,7 +183,8 @@ class CompiledRegions:
 def _traced_forward(rules: RegionRules, own: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return the forward that is traced in place of a layer's (``own``: one that was put on it alone)."""
     key = rules.key
-    contexts = _contexts(rules) if rules.tagged else None
+    tagged = rules.fates or (rules.budget is not None and rules.budget < 1)
+    contexts = _contexts(rules) if tagged else None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(type(self).forward, self) if own is None else own
@@ -227,7 +200,11 @@ def _contexts(rules: RegionRules) -> Callable[[], Any]:
     """Return what `checkpoint` takes as ``context_fn``: fresh tags for every trace."""
 
     def contexts() -> Any:
-        return tagging_contexts(RegionTags(rules))
+        tags = RegionTags(rules)
+        caching, cached = create_selective_checkpoint_contexts(tags)
+        if not _TELLS_OUTPUT:
+            tags.made = caching.storage
+        return caching, cached
 
     contexts.cache_hash = rules.key  # type: ignore[attr-defined]
     return contexts
@@ -236,21 +213,8 @@ def _contexts(rules: RegionRules) -> Callable[[], Any]:
 _TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
 
 
-def tagging_contexts(tags: RegionTags) -> tuple[Any, Any]:
-    """Return the pair of contexts that ``context_fn`` of `checkpoint` must return."""
-    caching, cached = create_selective_checkpoint_contexts(tags)
-    if not _TELLS_OUTPUT:
-        tags.made = caching.storage
-    return caching, cached
-
-
 class RegionTags:
-    """The policy of one trace of one region: which ops must be recomputed.
-
-    Called once for each aten op, in order. A view has the tag of its base.
-
-    Args:
-        rules: what is recomputed in the region.
+    """The policy of one trace of one region, called for each aten op in order. A view has its base's tag.
 
     Attributes:
         made: op -> outputs of its calls so far, wrapped; read only if the context does not have the output.
@@ -294,10 +258,11 @@ class RegionTags:
             self._stack.count(self._op[0])
         if self._rules.recomputes(self._op):
             return CheckpointPolicy.MUST_RECOMPUTE
-        return self._rules.tag_of_random() if op_draws(func, args, kwargs) else CheckpointPolicy.PREFER_SAVE
+        if self._rules.budget not in (None, 1) and op_draws(func, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_SAVE
 
     def _note(self, made: Any, tag: CheckpointPolicy) -> None:
-        """Note the tag of an op's outputs, which views of them get too."""
         self._alive.append(made)  # an address identifies a storage only while the storage exists
         for leaf in tree_leaves(made):
             key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None

@@ -2,8 +2,7 @@
 
 In a training of adapters most memory holds weights that nobody changes, and one layer of them is read at a
 time. `FrozenWeights` keeps them in page-locked host memory, and a **window** of layers on the device: the
-layer that runs and the next `LAYERS_AHEAD`, in the direction of travel. What is one layer's alone (its block,
-its copy, what autograd saves of it) is in `frozen_weights`.
+layer that runs and the next `LAYERS_AHEAD`, in the direction of travel. `LayerWeights` is one layer.
 
 ::
 
@@ -15,12 +14,32 @@ its copy, what autograd saves of it) is in `frozen_weights`.
 So a forward and its backward copy each layer in twice, without those that stay at the two turns
 (`step_bytes`).
 
+**One block for each layer.** A layer's weights lie in one block of host memory, and come to the device as one
+block of the same bytes, which the allocator fits into the place of the layer before. A copy in is a prefetch
+without a copy out: nobody writes the block. A parameter stays the same object. Between the calls of its layer
+its data is the host block's, during a call the device block's (`LayerWeights.shown`).
+
 **How a layer is reached.** Every module of a layer that holds streamed weights, or modules that do, has its
 forward wrapped. The outermost of these calls brings the layer: in forward the layer's own, in backward that
 of a recomputation (``torch.utils.checkpoint`` runs the layer, a plan's region or a tile may run one module in
 it). In backward proper nothing is called, and the first ticket that autograd reads brings the layer. In which
 direction the window lies follows from whether autograd is running a backward (of a streamed sequence, whose
 forwards run inside one, from whether it runs another in there: `FrozenWeights.in_chunks`).
+
+**What autograd saves.** A linear layer saves its weight, or a view of it, to compute the gradient of its
+input. A reference to the device block would keep all layers on the device until backward. So while a layer
+is called, a pair of saved-tensor hooks stands in front of those around it (a plan's, those of
+``torch.utils.checkpoint``, or none): what lies on the device block becomes a `WeightTicket`, which holds the
+layer and the view's geometry and no memory; everything else goes on to the hooks behind. PyTorch asks the
+innermost pair alone, so where others have been pushed inside the layer (a checkpoint of its forward), the
+next module that is called pushes this one again. A recomputation calls the layer again, or modules in it, and
+so meets the same pairs: both runs save the same tensors in the same order.
+
+**Versions.** A parameter's version counter does not change when its data does. A change from outside
+(``load_state_dict``) raises it and goes to the host block. At its next use the layer notices and drops its
+device copy. A ticket of before then has the wrong values to offer and raises `StaleTensorError`, as autograd
+does for any weight that was written between forward and backward. A write during the layer's call would be
+lost with the device block, and is an error.
 
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
 
@@ -42,34 +61,8 @@ forwards run inside one, from whether it runs another in there: `FrozenWeights.i
 thread while a layer runs would find its weights half moved, and is rejected.
 
 **Moving the model.** ``model.to(device)`` moves everything but the streamed weights, so a model that was
-loaded to the CPU never has to fit the device (`_Stays`). Where layers compute is where the rest of the model
-is; that is looked up at each call, and page-locked memory is taken when it is first an accelerator, or at the
-first call.
-
-The frozen weights of one layer: in host memory always, on the device while the layer needs them.
-
-All of them lie in one block of host memory, and come to the device as one block of the same bytes: one
-allocation of the same size for each layer of a stack, which the allocator fits into the place of the layer
-before. The block never goes back to the host, because nobody writes it: a weight's copy in is a prefetch
-without a copy out.
-
-A parameter stays the same object. Between the calls of its layer its data is the host block's; during a
-call it is the device block's (`shown`), and in backward the device block is read through tickets.
-
-**What autograd saves.** A linear layer saves its weight, or a view of it, to compute the gradient of its
-input. A reference to the device block would keep all layers on the device until backward. So while a layer
-is called, a pair of saved-tensor hooks stands in front of those around it (a plan's, those of
-``torch.utils.checkpoint``, or none): what lies on the device block becomes a `WeightTicket`, which holds the
-layer and the view's geometry and no memory; everything else goes on to the hooks behind. PyTorch asks the
-innermost pair alone, so where others have been pushed inside the layer (a checkpoint of its forward), the
-next module that is called pushes this one again. A recomputation calls the layer again, or modules in it, and
-so meets the same pairs: both runs save the same tensors in the same order.
-
-**Versions.** A parameter's version counter does not change when its data does. A change from outside
-(``load_state_dict``) raises it and goes to the host block. At its next use the layer notices and drops its
-device copy. A ticket of before then has the wrong values to offer and raises `StaleTensorError`, as autograd
-does for any weight that was written between forward and backward. A write during the layer's call would be
-lost with the device block, and is an error.
+loaded to the CPU never has to fit the device (`_Stays`). Layers compute where the rest of the model is, as
+looked up at each call. Page-locked memory is taken when that is first an accelerator, or at the first call.
 """
 
 from __future__ import annotations
@@ -98,15 +91,26 @@ from .host_budget import slab_source
 from .host_memory import available_bytes, margin_bytes, room_beyond
 from .host_pool import HostBuffer, HostPool
 from .owners import parameter_places
+from .replay import running_backward
 from .stats import Counters, SwapStats, gib_text
 from .tickets import StaleTensorError, View, keep, restore
 from .transfer import COMPLETE, Copy, Transfer, transfer_of
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_ALIGNMENT_BYTES = 512
-"""Weights start at multiples of it in a block: what PyTorch's allocators give a tensor of its own, so that
-kernels which look at the alignment of their operands compute as they do without this module."""
+LAYERS_AHEAD = 1
+"""Layers that are fetched before the one that runs has ended. One hides the copies wherever a layer's copy
+takes no longer than its compute. Where it takes longer the link is always busy, and more would not help."""
+
+_ALIGNMENT_BYTES = 512
+"""Weights start at multiples of it in a block, as PyTorch's allocators place tensors: there are kernels that
+compute differently by the alignment of their operands."""
+
+_LEAST_BUFFER_BYTES = 2**20
+"""Smaller buffers stay on the device: they may be written, and are small beside a layer's weights."""
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Attribute of transformers' layers: the function by which they run again in backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +119,6 @@ class HeldWeight:
 
     Args:
         name: its path inside the layer.
-        tensor: the parameter or buffer, which stays the same object.
         modules: the modules that own it, each with its name there.
         view: its geometry in the layer's block.
         origin: the device that it was on.
@@ -123,33 +126,18 @@ class HeldWeight:
 
     name: str
     tensor: torch.Tensor
-    modules: tuple[tuple[nn.Module, str], ...]
+    modules: list[tuple[nn.Module, str]]
     view: View
     origin: torch.device
 
 
-def laid_out(
-    named: Sequence[tuple[str, torch.Tensor, tuple[tuple[nn.Module, str], ...]]],
-) -> tuple[tuple[HeldWeight, ...], int]:
-    """Return the weights of a layer with their places in one block, and the bytes of the block."""
-    held, end_bytes = [], 0
-    for name, tensor, modules in named:
-        view = View.of(tensor)
-        start, stop = view.range_bytes
-        held.append(HeldWeight(name, tensor, modules, view._replace(offset_bytes=end_bytes), tensor.device))
-        end_bytes += -(-(stop - start) // WEIGHT_ALIGNMENT_BYTES) * WEIGHT_ALIGNMENT_BYTES
-    return tuple(held), end_bytes
-
-
 class LayerWeights:
-    """The frozen weights of one layer.
+    """The frozen weights of one layer: on the host always, on the device while the layer needs them.
 
     Args:
-        scope: the layer's scope in a plan.
-        path: the layer's module path.
+        scope, path: the layer's scope in a plan, and its module path.
         position: its place in the order in which forward calls the layers.
-        held: the weights, as `laid_out` returns them.
-        size_bytes: bytes of the block that has them all.
+        held: the weights, which lie in a block of ``size_bytes``.
         read: called with the layer before a ticket reads it, so that the layer is on the device then.
 
     Attributes:
@@ -193,15 +181,7 @@ class LayerWeights:
         return place.get(name) is not weight.tensor
 
     def to_host(self, pool: HostPool, before: HostPool | None) -> None:
-        """Move the weights to a block of ``pool``.
-
-        Args:
-            pool: host memory.
-            before: the pool in which they are now; ``None``: they have memory of their own.
-
-        Raises:
-            PlanError: there is not enough host memory.
-        """
+        """Move the weights to a block of ``pool`` (from the pool ``before``, if they are in one already)."""
         views = []
         with torch.no_grad(), _disable_current_modes():  # a meter of the device does not count the block
             host = pool.take(self.size_bytes)
@@ -257,9 +237,7 @@ class LayerWeights:
         """Make compute wait for the copy in, before anything reads it or drops it."""
         copy, self._copy = self._copy, None
         if copy is not None:
-            waited = copy.wait()
-            if waited is not None:
-                counters.stalled(waited)
+            counters.stalled(copy.wait())
 
     def drop(self) -> None:
         """Drop the device copy. What still refers to it keeps its memory: a running node, a recomputation."""
@@ -270,11 +248,7 @@ class LayerWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within the block the weights' data is the device's.
-
-        Raises:
-            PlanError: at the end, if the layer has written to its weights.
-        """
+        """Within the block the weights' data is the device's. A layer that writes to them is an error."""
         for weight, view in zip(self.held, self._views, strict=True):
             weight.tensor.data = view
         try:
@@ -282,26 +256,27 @@ class LayerWeights:
         finally:
             for weight, view in zip(self.held, self._on_host, strict=True):
                 weight.tensor.data = view
-        if self._present_versions() != self._versions:
-            raise PlanError([self._written()])
+        versions = self._present_versions()
+        if versions == self._versions:
+            return
+        found = zip(self.held, versions, self._versions, strict=True)
+        written = ", ".join(weight.name for weight, now, before in found if now != before)
+        hint = "Use memory: {weights: keep}: on the host, what a layer writes to its weights would be lost."
+        expected = "a layer that does not write its frozen weights"
+        raise PlanError([Problem(self.path, expected, f"its forward writes {written} in place", hint)])
 
     def packing(self) -> AbstractContextManager[object]:
-        """Return a context in which autograd saves tickets of the weights, and other hooks get the rest.
-
-        It does nothing where these hooks are the innermost already, or nothing is saved.
-        """
+        """Return a context in which autograd saves tickets of the weights, and other hooks get the rest."""
         block = self._block
         if block is None or not torch.is_grad_enabled():
             return nullcontext()
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             outer = _detached, restore
-        else:
-            innermost = getattr(outer[0], "__self__", None)
-            if isinstance(innermost, _Packing) and innermost.layer is self:
-                return nullcontext()
-        packing = _Packing(self, storage_key(block), outer[0])
-        return torch.autograd.graph.saved_tensors_hooks(packing.pack, partial(_unpack, outer[1]))
+        elif getattr(outer[0], "func", None) is _pack and outer[0].args[0] is self:
+            return nullcontext()  # they are the innermost already
+        pack = partial(_pack, self, storage_key(block), outer[0])
+        return torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer[1]))
 
     def ticket(self, view: View) -> WeightTicket:
         """Return the ticket of a view of the device block; the same for every call of the layer."""
@@ -315,13 +290,12 @@ class LayerWeights:
         self._read(self)
         if edition != self._edition:
             raise StaleTensorError(view.shape, edition, self._edition, self.path)
-        return self._after_removal(view) if self._block is None else view.on(self._block, 0)
-
-    def _after_removal(self, view: View) -> torch.Tensor:
-        """Return a view of a weight that has memory of its own again: its graph has outlived `remove`."""
-        start, _ = view.range_bytes
+        if self._block is not None:
+            return view.on(self._block, 0)
+        # The graph has outlived `remove`: each weight has memory of its own again.
+        start_bytes = view.range_bytes[0]
         weight = max(
-            (weight for weight in self.held if weight.view.offset_bytes <= start),
+            (weight for weight in self.held if weight.view.offset_bytes <= start_bytes),
             key=lambda weight: weight.view.offset_bytes,
         )
         own = view._replace(offset_bytes=view.offset_bytes - weight.view.offset_bytes)
@@ -330,33 +304,15 @@ class LayerWeights:
     def _present_versions(self) -> list[int]:
         return [weight.tensor._version for weight in self.held]
 
-    def _written(self) -> Problem:
-        pairs = zip(self.held, self._versions, strict=True)
-        written = [weight.name for weight, version in pairs if weight.tensor._version != version]
-        hint = "Use memory: {weights: keep}: on the host, what a layer writes to its weights would be lost."
-        found = f"its forward writes {', '.join(written)} in place"
-        return Problem(self.path, "a layer that does not write its frozen weights", found, hint)
 
-
-class _Packing:
-    """The pack hook of one call of a layer.
-
-    Args:
-        layer: the weights of the layer.
-        key: identity of their block's storage.
-        outer: the hook for all other tensors.
-    """
-
-    __slots__ = ("_key", "_outer", "layer")
-
-    def __init__(self, layer: LayerWeights, key: int | None, outer: Callable[[torch.Tensor], Any]) -> None:
-        self.layer, self._key, self._outer = layer, key, outer
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        if storage_key(tensor) != self._key:
-            return self._outer(tensor)
-        self.layer.needed_in_backward = True
-        return self.layer.ticket(View.of(tensor))
+def _pack(
+    layer: LayerWeights, key: int | None, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor
+) -> Any:
+    """Return a ticket of what lies in the block with this storage key, and leave the rest to ``outer``."""
+    if storage_key(tensor) != key:
+        return outer(tensor)
+    layer.needed_in_backward = True
+    return layer.ticket(View.of(tensor))
 
 
 def _unpack(outer: Callable[[Any], torch.Tensor], ticket: Any) -> torch.Tensor:
@@ -366,10 +322,7 @@ def _unpack(outer: Callable[[Any], torch.Tensor], ticket: Any) -> torch.Tensor:
 class WeightTicket:
     """What autograd holds in the place of a frozen weight, or a view of it.
 
-    Args:
-        layer: the weights of the layer.
-        view: geometry of the saved tensor in the layer's block.
-        edition: how often the weights had been written when it was saved.
+    ``edition`` says how often the weights had been written when it was saved.
     """
 
     __slots__ = ("_edition", "_layer", "_view")
@@ -397,32 +350,14 @@ def _no_room(path: str, size_bytes: int, pool: HostPool) -> Problem:
     )
 
 
-LAYERS_AHEAD = 1
-"""Layers that are fetched before the one that runs has ended. One hides the copies wherever a layer's copy
-takes no longer than its compute; more would not help where it takes longer, because the link is always busy
-then, and each is a layer's weights on the device."""
-
-LEAST_BUFFER_BYTES = 2**20
-"""Smaller buffers stay on the device: they may be written, and are small beside a layer's weights."""
-
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of transformers' layers: the function by which they run again in backward."""
-
-_Place = tuple[nn.Module, str]
-
-
 def window_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the most bytes on the device at once, of layers with these bytes in the order of forward."""
+    """Return the most bytes on the device at once, of layers with these sizes in the order of forward."""
     count = min(LAYERS_AHEAD + 1, len(sizes_bytes))
     return max(sum(sizes_bytes[at : at + count]) for at in range(len(sizes_bytes) - count + 1))
 
 
 def step_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the bytes that a forward and its backward copy in, of layers with these bytes.
-
-    Each layer twice, without those that stay from forward to backward and from backward to forward. The first
-    forward copies all layers; so does any forward that does not follow a backward.
-    """
+    """Return the bytes that a forward which follows a backward, and its own backward, copy in."""
     count = min(LAYERS_AHEAD + 1, len(sizes_bytes))
     return 2 * sum(sizes_bytes) - sum(sizes_bytes[:count]) - sum(sizes_bytes[-count:])
 
@@ -430,8 +365,7 @@ def step_bytes(sizes_bytes: Sequence[int]) -> int:
 def sizes_on_host(root: nn.Module, structure: ModelStructure) -> dict[Scope, int]:
     """Return the bytes of each layer that would wait on the host, in the order of forward; none is read.
 
-    Raises:
-        PlanError: the layers have no frozen weights.
+    Raises `PlanError` if the layers have no frozen weights.
     """
     sizes = {layer.scope: layer.size_bytes for layer in _layers(root, structure, lambda _layer: None)}
     if not sizes:
@@ -450,11 +384,11 @@ class FrozenWeights:
         cap_bytes: most bytes of host memory; ``None``: what the machine has.
 
     Attributes:
+        layers: the layers that have frozen weights.
         moving: whether weights are being moved at the moment, in the thread that reads them.
 
     Raises:
-        PlanError: the model has no frozen weights in its layers, or something owns or writes them that
-            cannot be combined with this.
+        PlanError: the layers have no frozen weights, or something else owns or writes them.
     """
 
     def __init__(
@@ -468,7 +402,7 @@ class FrozenWeights:
         if problems := problems_of_weights(root, structure):
             raise PlanError(problems)
         self._root, self._given, self._bind_numa, self._cap_bytes = root, transfer, bind_numa, cap_bytes
-        self.layers = tuple(_layers(root, structure, self._reached_by_ticket))
+        self.layers = tuple(_layers(root, structure, partial(self._bring, backward=True)))
         if not self.layers:
             raise PlanError([_NOTHING_FROZEN])
         self._counters = Counters()
@@ -530,7 +464,7 @@ class FrozenWeights:
                 else the next chunk's forward follows, whose first layers come during the last.
         """
         before = self._forward_follows, self._task
-        self._forward_follows, self._task = not turns, graph_task()
+        self._forward_follows, self._task = not turns, running_backward()
         try:
             yield
         finally:
@@ -540,11 +474,7 @@ class FrozenWeights:
         """Move the weights of a model on an accelerator to the host, and wrap the calls of its layers."""
         with uninterrupted():
             for layer in self.layers:
-                self._undo += [_stays(self, module, names) for module, names in _owners(layer).items()]
-                self._undo += [
-                    self._wrapped(layer, module)
-                    for module in _holders(layer, self._root.get_submodule(layer.path))
-                ]
+                self._wrap(layer)
         if self.device.type != "cpu":
             self._prepare(self.device)
 
@@ -562,10 +492,6 @@ class FrozenWeights:
             for layer in self.layers:
                 layer.restore_origin(pool)
         self._device = None
-
-    @property
-    def _in_window(self) -> int:
-        return min(LAYERS_AHEAD + 1, len(self.layers))
 
     @property
     def device(self) -> torch.device:
@@ -590,6 +516,20 @@ class FrozenWeights:
             self._pool, self._pinned = pool, overlaps
         self._device = device
 
+    def _wrap(self, layer: LayerWeights) -> None:
+        """Wrap the calls that may read the weights of a layer, and let ``.to()`` leave the weights alone."""
+        names: dict[nn.Module, list[str]] = {}
+        for weight in layer.held:
+            for module, name in weight.modules:
+                names.setdefault(module, []).append(name)
+        for module, own in names.items():
+            vars(module)["_apply"] = _Stays(self, module, own)
+            self._undo.append(partial(vars(module).pop, "_apply", None))
+        for module in self._root.get_submodule(layer.path).modules():
+            called = type(module).forward is not nn.Module.forward  # a ModuleList is never called
+            if called and any(part in names for part in module.modules()):
+                self._undo.append(self._wrapped(layer, module))
+
     def _wrapped(self, layer: LayerWeights, module: nn.Module) -> Undo:
         forward = module.forward
 
@@ -606,7 +546,7 @@ class FrozenWeights:
     def _inside_checkpoint(self, layer: LayerWeights, module: nn.Module) -> Iterator[None]:
         """Within the block, what transformers' checkpointing of a layer runs again brings the weights too.
 
-        From 5.23 on the checkpoint is inside the layer's forward: what it runs again is not that forward.
+        From transformers 5.23 on the checkpoint is inside the layer's forward and does not run that again.
         """
         before = vars(module).get(_CHECKPOINT)
         if before is None:
@@ -634,15 +574,10 @@ class FrozenWeights:
                 return forward(*args, **kwargs)
         if layer.is_exchanged:
             return forward(*args, **kwargs)
-        return self._call(layer, forward, args, kwargs)
-
-    def _call(
-        self, layer: LayerWeights, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         if self._thread is not None and self._thread != get_ident():
             raise PlanError([_THREADS])
         outer, self._thread = self._thread, get_ident()
-        backward = graph_task() not in (-1, self._task)
+        backward = running_backward() not in (-1, self._task)
         try:
             with torch._C.DisableTorchFunction():  # a mode around the layer would take these for its ops
                 self._bring(layer, backward)
@@ -656,7 +591,7 @@ class FrozenWeights:
                 layer.drop()
 
     def _note_casts(self, layer: LayerWeights) -> None:
-        """Say once if autocast casts the weights: its cache keeps no such cast, autograd does."""
+        """Say once if autocast casts the weights: its cache does not keep such a cast, autograd does."""
         kind = self.device.type
         if self._said_casts or not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
             return
@@ -678,38 +613,33 @@ class FrozenWeights:
             gib_text(kept_bytes),
         )
 
-    def _reached_by_ticket(self, layer: LayerWeights) -> None:
-        self._bring(layer, backward=True)
-
     def _bring(self, layer: LayerWeights, backward: bool) -> None:
+        """Move the window to a layer, and make compute wait for its weights."""
         self.moving = True
         try:
-            self._move_window(layer, backward)
+            device = self.device
+            if device != self._device:
+                self._prepare(device)
+            layer.note_outside_writes()
+            transfer = self.transfer(device)
+            window, ahead = self._window(layer.position, backward)
+            for other in self.layers:  # first, so that the new layer can have the memory
+                if other.position not in window and other.on_device and not other.running:
+                    other.drop()
+            layer.fetch(transfer, self._counters, late=True)
+            for position in ahead:
+                other = self.layers[position]
+                if other.needed_in_backward or not backward:
+                    other.note_outside_writes()
+                    other.fetch(transfer, self._counters, late=False)
+            layer.settle(self._counters)
         finally:
             self.moving = False
 
-    def _move_window(self, layer: LayerWeights, backward: bool) -> None:
-        """Move the window to a layer, and make compute wait for its weights."""
-        device = self.device
-        if device != self._device:
-            self._prepare(device)
-        layer.note_outside_writes()
-        transfer = self.transfer(device)
-        window, ahead = self._window(layer.position, backward)
-        for other in self.layers:  # first, so that the new layer can have the memory
-            if other.position not in window and other.on_device and not other.running:
-                other.drop()
-        layer.fetch(transfer, self._counters, late=True)
-        for position in ahead:
-            other = self.layers[position]
-            if other.needed_in_backward or not backward:
-                other.note_outside_writes()
-                other.fetch(transfer, self._counters, late=False)
-        layer.settle(self._counters)
-
     def _window(self, at: int, backward: bool) -> tuple[Container[int], Iterable[int]]:
         """Return the layers that may be on the device at layer ``at``, and which to fetch, in order."""
-        size, count = self._in_window, len(self.layers)
+        count = len(self.layers)
+        size = min(LAYERS_AHEAD + 1, count)
         if not backward and self._forward_follows:
             ahead = [(at + step) % count for step in range(1, size)]
             return {at, *ahead}, ahead
@@ -722,14 +652,6 @@ def weights_of(root: nn.Module) -> FrozenWeights | None:
     """Return what keeps the frozen weights of a model on the host; ``None``: they are where they were."""
     kept = (vars(module).get("_apply") for module in root.modules())
     return next((found.weights for found in kept if isinstance(found, _Stays)), None)
-
-
-def graph_task() -> int:
-    """Return the number of the backward that autograd runs in this thread; -1: none.
-
-    It is private; PyTorch's checkpoint reads the same.
-    """
-    return torch._C._current_graph_task_id()
 
 
 def _layers(
@@ -745,54 +667,29 @@ def _layers(
     paths = {layer.index: layer.module_path for layer in structure.all_layers}
     position = 0
     for scope, layer in modules.items():
-        found: dict[int, tuple[str, torch.Tensor, tuple[_Place, ...]]] = {}
+        held: dict[int, HeldWeight] = {}
+        end_bytes = 0
         for path, module in layer.named_modules():
             for name, tensor in _tensors(module).items():
                 alone = users[storage_key(tensor)] == {scope, id(tensor)}
-                if alone and _can_wait(tensor, name in module._parameters):
-                    first, _, places = found.get(id(tensor), (f"{path}.{name}".strip("."), tensor, ()))
-                    found[id(tensor)] = first, tensor, (*places, (module, name))
-        if found:
-            held, size_bytes = laid_out(list(found.values()))
-            yield LayerWeights(scope, paths[scope], position, held, size_bytes, read)
+                least_bytes = 1 if name in module._parameters else _LEAST_BUFFER_BYTES
+                if not alone or tensor.requires_grad or tensor.nbytes < least_bytes:
+                    continue
+                if id(tensor) not in held:
+                    view = View.of(tensor)
+                    start, stop = view.range_bytes
+                    place, first = view._replace(offset_bytes=end_bytes), f"{path}.{name}".strip(".")
+                    held[id(tensor)] = HeldWeight(first, tensor, [], place, tensor.device)
+                    end_bytes += -(-(stop - start) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                held[id(tensor)].modules.append((module, name))
+        if held:
+            yield LayerWeights(scope, paths[scope], position, tuple(held.values()), end_bytes, read)
             position += 1
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     both = module._parameters | module._buffers
     return {name: tensor for name, tensor in both.items() if tensor is not None}
-
-
-def _can_wait(tensor: torch.Tensor, is_parameter: bool) -> bool:
-    least_bytes = 1 if is_parameter else LEAST_BUFFER_BYTES
-    return not tensor.requires_grad and tensor.nbytes >= least_bytes
-
-
-def _owners(layer: LayerWeights) -> dict[nn.Module, list[str]]:
-    owners: dict[nn.Module, list[str]] = {}
-    for weight in layer.held:
-        for module, name in weight.modules:
-            owners.setdefault(module, []).append(name)
-    return owners
-
-
-def _holders(layer: LayerWeights, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a layer, the layer first, whose calls may read its streamed weights."""
-    owners = _owners(layer)
-    for inner in module.modules():
-        called = type(inner).forward is not nn.Module.forward  # a ModuleList is never called
-        if called and any(part in owners for part in inner.modules()):
-            yield inner
-
-
-def _stays(weights: FrozenWeights, module: nn.Module, names: list[str]) -> Undo:
-    """Let ``.to()`` of a module, or of the model around it, leave the tensors of these names alone."""
-    vars(module)["_apply"] = _Stays(weights, module, names)
-
-    def undo() -> None:
-        vars(module).pop("_apply", None)
-
-    return undo
 
 
 class _Stays:
@@ -810,7 +707,9 @@ class _Stays:
         for _, name, tensor in places:
             probe = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if probe.dtype != tensor.dtype:
-                raise PlanError([_changed_dtype(name, tensor.dtype, probe.dtype)])
+                expected = f"{name} in {tensor.dtype}, as it is on the host"
+                hint = "Load the model in the dtype that it is to have (dtype=...), or remove() first."
+                raise PlanError([Problem("model.to", expected, f"a change to {probe.dtype}", hint)])
         try:
             for place, name, _ in places:
                 place[name] = None
@@ -821,15 +720,6 @@ class _Stays:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (self._module, "_apply")
-
-
-def _changed_dtype(name: str, dtype: torch.dtype, other: torch.dtype) -> Problem:
-    return Problem(
-        "model.to",
-        f"{name} in {dtype}, as it is on the host",
-        f"a change to {other}",
-        "Load the model in the dtype that it is to have (dtype=...), or remove() first.",
-    )
 
 
 def problems_of_weights(root: nn.Module, structure: ModelStructure) -> list[Problem]:

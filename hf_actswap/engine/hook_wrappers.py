@@ -1,14 +1,13 @@
 """Runs functions before and after a module's call, outside of compiled code.
 
 Hooks on a module that ``Module.compile`` has compiled in place would be traced into its graph, and break it.
-For such a module the compiled call itself is wrapped. A module that ``torch.compile`` has wrapped runs its
-own hooks outside the compiled code, so it gets ordinary hooks.
+For such a module the compiled call itself is wrapped. A module that ``torch.compile`` returns runs its hooks
+outside the compiled code, so it gets ordinary ones.
 
-A module that is compiled after its hooks were put on is rejected in its first training forward: traced into a
-graph, a hook would act once, when the graph is made, and not at each call.
+A module that is compiled after it got hooks is rejected in its first training forward: a traced hook would
+act once, when the graph is made, and not at each call.
 
-A copy of a module (``copy.deepcopy``: averaged weights, reference models) has none of these functions: they
-act on the original model alone.
+A copy of a module (``copy.deepcopy``: averaged weights, reference models) has none of these functions.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
 
 
 class Hook:
-    """A hook on a module. In a copy of the module a hook that does nothing takes its place.
+    """A hook on a module, which in a copy of the module does nothing.
 
     Args:
-        act: the function that the hook calls.
+        act: what it does.
         always_call: whether it also runs after an exception.
     """
 
@@ -55,10 +54,9 @@ class Hook:
         self.act, self.always_call = act, always_call
 
     def __call__(self, *args: Any) -> None:
-        """Act. Where the compiler traces the hook, raise `PlanError` in training, and else do nothing."""
         if not is_dynamo_compiling():
             self.act(*args)
-        elif not self.always_call:  # else it would hide the error of the hook before
+        elif not self.always_call:  # one that always runs would hide the error of the hook before
             reject_tracing()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -66,7 +64,7 @@ class Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: the hook of a copied module."""
+    pass
 
 
 def reject_tracing() -> None:
@@ -77,7 +75,7 @@ def reject_tracing() -> None:
 
 @torch.compiler.disable(reason="hf_actswap: call torch.compile first, then hf_actswap.apply")
 def _reject_compiled_after() -> None:
-    """Run outside of the graph, so that the error reaches the caller."""
+    # Outside of the graph, so that the error reaches the caller.
     hint = (
         "Call torch.compile (or accelerator.prepare, which compiles under a dynamo plugin) first, then "
         "hf_actswap.apply on what it returns."
@@ -113,8 +111,7 @@ def replace_call(
     Args:
         module: compiled in place, or not.
         wrapper: takes the function that a call runs now; returns the function that it is to run.
-        innermost: inside of all wrappers so far, so that a call acts for which one of them, which runs
-            already, has installed it.
+        innermost: inside of all wrappers so far, so that it acts on a call in which one of them installs it.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
@@ -156,7 +153,7 @@ class _ReplacedCall:
         return self.call(*args, **kwargs)
 
     def call_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function that is wrapped, which may change when another wrapper is removed."""
+        """Run the wrapped function, which changes when another wrapper is removed."""
         return self.inner(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -201,7 +198,6 @@ class _Forward:
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward for a copy: the one that the original module had before it was replaced."""
     return forward
 
 

@@ -3,8 +3,8 @@
 What `Engine` installs, and nothing else:
 
 * on the model, a pair of hooks (`wrap_call`) that pushes the saved-tensor hooks before its forward and pops
-  them after it, also after an exception; and a wrapper of its call, which cleans up after an exception that
-  skips even ``always_call`` hooks (`KeyboardInterrupt`);
+  them after it, and a wrapper of its call, which cleans up after an exception that skips even ``always_call``
+  hooks (`KeyboardInterrupt`);
 * on each layer, and on the embedding, the final norm and the head, a pair that follows which of them runs;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until the layer has a cached trace (`forward_pass`);
@@ -13,14 +13,6 @@ What `Engine` installs, and nothing else:
 
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
 every hook returns at once.
-
-The hooks call two observers at each forward. `CheckpointWatch` raises an error if gradient checkpointing has
-been switched on since the plan was applied and the plan cannot work with it. `FirstStep` warns, once, if a
-step did nothing of what the plan says.
-
-Rejects calls of a model that a plan cannot follow, by name and before anything is computed.
-
-The function mode that names ops while a layer runs, and runs recomputed functions as regions.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
+from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
 from ..plan.dry_run import holds_several_sequences
 from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
 from ..plan.op_facts import COMMUNICATIONS, can_run_again, draws_random_numbers
@@ -70,13 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class NamingMode(TorchFunctionMode):
-    """Names the functions of one call of one layer, and looks up what the plan does with each of them.
-
-    Args:
-        forward: the forward of the model that runs.
-        fates: the plan's action for each op.
-        counters: where recomputations are counted.
-    """
+    """Names the functions of one call of one layer, and runs recomputed ones as regions."""
 
     def __init__(self, forward: ForwardPass, fates: FateTable, counters: Counters) -> None:
         super().__init__()
@@ -133,10 +119,8 @@ class NamingMode(TorchFunctionMode):
         kwargs: dict[str, Any],
         action: Action,
     ) -> Region | None:
-        """Open a region for a recomputed function, unless a recomputed module around it has one.
-
-        A communication gets its own even there: its result leaves the module, which would keep it otherwise.
-        """
+        # Inside a recomputed module only a communication has a region of its own: its result leaves the
+        # module, which would keep it otherwise.
         if (
             action.kind != "recompute_function"
             or (self._forward.region is not None and name not in COMMUNICATIONS)
@@ -152,11 +136,10 @@ class NamingMode(TorchFunctionMode):
     def _own_outputs(
         self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None
     ) -> None:
-        """Register the outputs that have a storage of their own (views and in-place results have none)."""
         forward = self._forward
         fresh = False
         for position, tensor in enumerate(_tensors(result)):
-            if storage_key(tensor) not in known:
+            if storage_key(tensor) not in known:  # views and in-place results have no storage of their own
                 forward.owners.own(tensor, action, region, position)
                 if region is not None:
                     region.returned(position, tensor)
@@ -177,7 +160,7 @@ def end_region(forward: ForwardPass, output: Any) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a function's arguments or result; most are flat, and flattening trees is slow."""
+    # Most arguments and results are flat, and flattening trees is slow.
     if isinstance(value, torch.Tensor):
         return [value]
     if not isinstance(value, tuple | list):
@@ -206,11 +189,7 @@ _TRANSFORM = Problem(
 
 
 class CallGuard:
-    """Notes in which thread the training forward of one model runs.
-
-    Attributes:
-        thread: the thread's number; ``None``: none runs.
-    """
+    """Notes the thread in which the training forward of one model runs (``thread``; ``None``: none runs)."""
 
     def __init__(self) -> None:
         self.thread: int | None = None
@@ -218,21 +197,16 @@ class CallGuard:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether a training forward runs in another thread."""
         return self.thread is not None and self.thread != get_ident()
 
     def enter(self, prepares: bool) -> bool:
-        """Note that a call of the model starts in this thread, before its hooks run.
+        """Note that a call of the model starts in this thread; return whether `release` must follow.
+
+        It must after a training forward that is not within another.
 
         Args:
             prepares: whether a forward that runs is still being prepared: on fake tensors, which any call of
                 the model would meet.
-
-        Returns:
-            Whether it is a training forward, and not within another: `release` must follow.
-
-        Raises:
-            PlanError: a training forward runs in another thread.
         """
         trains = torch.is_grad_enabled()
         with self._lock:
@@ -244,18 +218,10 @@ class CallGuard:
             return True
 
     def release(self) -> None:
-        """Note that the training forward of this thread has ended."""
         self.thread = None
 
 
-def reject_transforms() -> None:
-    """Raise `PlanError` inside `torch.func` transforms."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise PlanError([_TRANSFORM])
-
-
-def reject_offloaded_weights(root: nn.Module) -> None:
-    """Raise `PlanError` if hooks of accelerate bring weights to the device for one call each."""
+def _reject_offloaded_weights(root: nn.Module) -> None:
     names = [
         f"{path}.{name}"
         for path, module in root.named_modules()
@@ -287,11 +253,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: MemoryPlan,
-        structure: ModelStructure,
-        resources: Resources,
+        self, model: nn.Module, plan: MemoryPlan, structure: ModelStructure, resources: Resources
     ) -> None:
         self.plan, self.structure = plan, structure
         self._root = unwrapped(model)
@@ -329,10 +291,7 @@ class Engine:
         self._acts = bool(self.plan.rows) or pack_handler is not None
 
     def attach(self) -> list[Callable[[], None]]:
-        """Install the hooks; return functions that remove them, in order of installation.
-
-        After removal they may be installed again: cached traces, counters and the context are kept.
-        """
+        """Install the hooks, also again after removal; return functions that remove them, oldest first."""
         if not self._acts:
             return []
         self.runtime.bind()
@@ -341,16 +300,18 @@ class Engine:
         if self.structure.compiled:
             return [*undo, *wrap_call(self._called, self._start_compiled, self._end_compiled), self._clean_up]
         undo += wrap_call(self._called, self._start_forward, self._end_forward)
-        surroundings: dict[Scope, str | None] = {
-            "embedding": self.structure.embedding,
-            "final_norm": self.structure.final_norm,
-            "head": self.structure.head,
-        }
-        for scope, path in surroundings.items():
-            if path is not None:
-                undo += self._follow_scope(self._root.get_submodule(path), scope, None)
+        paths = self.structure.scopes
+        for scope in SCOPES:
+            if scope in paths:
+                undo += self._follow_scope(self._root.get_submodule(paths[scope]), scope, None)
         for layer in self.structure.all_layers:
-            undo += self._follow_layer(layer)
+            module = self._layers[layer.index]
+            if layer.index in self._fates.checkpointed_layers:
+                undo.append(checkpointed(uncompiled(module), layer.module_path))
+            undo += self._regions.attach(layer.index, module)
+            undo += self._follow_scope(module, layer.index, layer)
+            if layer.index in self._fates.named_layers - self._named:
+                undo += self._follow_modules(layer)
         undo.append(self._leave_inside)
         if not self._traces.knows(self._named):
             self._follow_inside()
@@ -365,19 +326,7 @@ class Engine:
         self.runtime.unbind()
         self.runtime.close()
 
-    def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
-        module = self._layers[layer.index]
-        undo = []
-        if layer.index in self._fates.checkpointed_layers:
-            undo.append(checkpointed(uncompiled(module), layer.module_path))
-        undo += self._regions.attach(layer.index, module)
-        undo += self._follow_scope(module, layer.index, layer)
-        if layer.index in self._fates.named_layers - self._named:
-            undo += self._follow_modules(layer)
-        return undo
-
     def _follow_modules(self, layer: LayerStructure) -> list[Undo]:
-        """Follow the module path inside a layer."""
         module = self._layers[layer.index]
         return [
             undo
@@ -386,7 +335,6 @@ class Engine:
         ]
 
     def _follow_inside(self) -> None:
-        """Follow the module paths inside the layers that can have a cached trace."""
         if self._inside_hooks is None:
             layers = [layer for layer in self.structure.all_layers if layer.index in self._named]
             with uninterrupted():
@@ -400,7 +348,6 @@ class Engine:
                     step()
 
     def _settle(self, forecast: DryRunForecast) -> None:
-        """Change the plan to what will be carried out, from what the first forward is going to save."""
         saved = None
         if self._fates.recomputed.selective_layers and not forecast.compiled:
             saved = forecast.saved()
@@ -426,9 +373,10 @@ class Engine:
             return
         self._clean_up()
         if not (self._acts and torch.is_grad_enabled()):
-            self._first_step.forward_without_gradients()
+            self._first_step.without_gradients += 1
             return
-        reject_transforms()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise PlanError([_TRANSFORM])
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
         traces = CachedTraces(frozenset(), False) if self.runtime.evictable else self._traces
@@ -437,7 +385,7 @@ class Engine:
         else:
             self._follow_inside()
         if self.runtime.context is None:
-            reject_offloaded_weights(self._root)
+            _reject_offloaded_weights(self._root)
         context, new = self.runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs)
@@ -455,7 +403,6 @@ class Engine:
 
     @property
     def _measures(self) -> bool:
-        """Whether windows that the plan leaves open are chosen by measurement."""
         context = self.runtime.context
         return context is not None and context.auto is not None and context.transfer.overlaps
 
@@ -484,15 +431,13 @@ class Engine:
         self._end_forward(module, args, output)
 
     def _cleaning_up(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's call, to clean up after an exception that skips hooks (`KeyboardInterrupt`)."""
-
         def cleaning_up(*args: Any, **kwargs: Any) -> Any:
             claimed = self._guard.enter(prepares=self._forward is None)
             try:
                 return call(*args, **kwargs)
             except Exception:
                 raise
-            except BaseException:
+            except BaseException:  # a KeyboardInterrupt skips hooks
                 if not self._guard.runs_elsewhere:
                     self._clean_up()
                 raise
@@ -503,7 +448,6 @@ class Engine:
         return cleaning_up
 
     def _clean_up(self) -> None:
-        """Drop what an interrupted forward left behind."""
         self._leave_mode()
         if self._forward is not None:
             with uninterrupted():
@@ -585,10 +529,10 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        ticket_of = forward.ticket_of_input
         keeps = self._fates.recomputed.keeps_inside(scope, path)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         called = CalledModule(name, modules, caches)
+        ticket_of = forward.ticket_of_input
         return Region(name, modules[0], args, kwargs, ticket_of, self._counters, True, keeps, called)
 
     def _leave_mode(self) -> None:
@@ -621,15 +565,7 @@ def checkpointed(layer: nn.Module, name: str) -> Undo:
 
 
 class CheckpointWatch:
-    """Notices at each forward if gradient checkpointing was switched on after a plan had been applied.
-
-    If it was, the rules that were checked when the plan was applied are checked again.
-
-    Args:
-        model: the model inside its wrappers.
-        plan: the plan on it.
-        structure: structure of the model when the plan was applied.
-    """
+    """Checks the rules for a plan on ``model`` again if gradient checkpointing was switched on since."""
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> None:
         self._plan, self._compiled = plan, structure.compiled
@@ -637,11 +573,7 @@ class CheckpointWatch:
         self._known = [layer.checkpointed for layer in structure.all_layers]
 
     def check(self) -> None:
-        """Check the layers; called when a training forward starts.
-
-        Raises:
-            PlanError: gradient checkpointing has been switched on, and the plan cannot act beside it.
-        """
+        """Raise `PlanError` if it was switched on and the plan cannot act beside it."""
         now = [layer.training and is_checkpointed(layer) for layer in self._layers.values()]
         if not any(on and not known for on, known in zip(now, self._known, strict=True)):
             return
@@ -663,11 +595,12 @@ class FirstStep:
         structure: structure of the model.
         root: the model inside its wrappers.
         counters: what the plan has done so far.
-        one_of_several: whether the planner puts plans on in turn. Then a plan without a training forward is
-            usual: it was put on after the last step, and an evaluation followed.
+        one_of_several: whether the planner puts plans on in turn. Then one without a training forward is
+            usual: it was put on after the last step.
 
     Attributes:
         entered: scopes that forwards have entered so far; ``None``: a step has been judged.
+        without_gradients: number of forwards that started without gradients.
     """
 
     def __init__(
@@ -676,15 +609,15 @@ class FirstStep:
         structure: ModelStructure,
         root: nn.Module,
         counters: Counters,
-        one_of_several: bool = False,
+        one_of_several: bool,
     ) -> None:
         self.entered: set[Scope] | None = set()
+        self.without_gradients = 0
         self._one_of_several = one_of_several
         self._plan, self._counters, self._layers = plan, counters, structure.layer_modules(root)
         self._compiled = {
             layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
         }
-        self._without_gradients = 0
         self._backward_ran = False
         self._received_gradients: set[Scope] = set()
 
@@ -695,15 +628,11 @@ class FirstStep:
         if any(getattr(value, "requires_grad", False) for value in values):
             self._received_gradients.add(scope)  # a frozen layer behind a trained prompt
 
-    def forward_without_gradients(self) -> None:
-        """Count a forward that has started without gradients."""
-        self._without_gradients += 1
-
     def forward_starts(self, plan: MemoryPlan, measures: bool) -> None:
         """Judge the step before, if its backward has run; called when a training forward starts.
 
         Args:
-            plan: the plan after it was settled: ops whose recomputation saves no memory are kept.
+            plan: the plan after it was settled.
             measures: whether open windows are chosen by measurement, which logs its own decisions.
         """
         if self.entered is not None and self._backward_ran:
@@ -719,9 +648,8 @@ class FirstStep:
 
     def removed(self, plan: MemoryPlan, measures: bool) -> None:
         """Judge the last step, or warn that no forward had gradients; called when the plan is removed."""
-        unused = not self._counters.forwards and self._without_gradients and not self._one_of_several
-        if plan.rows and unused:
-            count = self._without_gradients
+        count = self.without_gradients
+        if plan.rows and count and not self._counters.forwards and not self._one_of_several:
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
         elif self.entered is not None and self._backward_ran:
             self._judge(plan, measures)
@@ -738,7 +666,7 @@ class FirstStep:
             )
             why = f"all that it names stays: {rejected}" if rejected else self._why(swapping, entered)
             logger.warning("The plan swaps nothing in a step: %s.", why)
-        asked, left = _again(self._plan.rows), _again(plan.rows)
+        asked, left = ([row for row in one.rows if row.fate in RUN_AGAIN] for one in (self._plan, plan))
         whole = {row.scope for row in left if not row.op_path}
         seen = self._counters.recomputes or any(self._trains(scope) for scope in whole & entered)
         if asked and not seen and not any(row.scope in self._compiled for row in asked):
@@ -754,14 +682,9 @@ class FirstStep:
         return f"autograd saves nothing of what it names ({format_scopes(scopes)}){frozen}"
 
     def _trains(self, scope: Scope) -> bool:
-        """Whether a layer has a backward: its weights or its input need gradients. Of no layer: true."""
         layer = self._layers.get(scope)
-        return (
+        return (  # whether it has a backward; what is no layer counts as if it had
             layer is None
             or scope in self._received_gradients
             or any(weight.requires_grad for weight in layer.parameters())
         )
-
-
-def _again(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    return [row for row in rows if row.fate in RUN_AGAIN]

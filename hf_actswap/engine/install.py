@@ -12,9 +12,9 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, Tile
+from ..plan.actions import SCOPES, Adjustment, MemoryPlan, Tile
 from ..plan.in_words import plan_in_words
-from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwrapped
+from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from ..plan.tiles import checked_tiles
 from ..plan.wrapper_rules import problems_of_compiled
 from ..plan.wrappers import FSDP2_METHOD, named_op_modules, parameter_groups
@@ -43,14 +43,9 @@ class AppliedPlan:
 
     Args:
         plan: the plan that is applied.
-        make: takes a plan; returns a new engine for the model, and the function that installs its hooks (see
-            `Attach`).
+        make: takes a plan; returns a new engine for the model, and the function that installs its hooks.
         weights: the model's frozen weights on the host; ``None``: all weights stay.
         counts_weights: whether `stats` includes their copies; a planner counts them once for all its plans.
-
-    Attributes:
-        structure: structure of the model.
-        weights: as given.
     """
 
     def __init__(
@@ -76,10 +71,7 @@ class AppliedPlan:
         return self._engine.plan
 
     def stats(self) -> SwapStats:
-        """Return the totals since the plan was applied; subtract an earlier one to get a step.
-
-        Copies of frozen weights, and waits for them, count like those of what is swapped.
-        """
+        """Return the totals since the plan was applied, with frozen weights; subtract two to get a step."""
         own = self._engine.runtime.stats()
         if self.weights is None or self._weights_before is None:
             return own
@@ -87,19 +79,17 @@ class AppliedPlan:
 
     @property
     def dropped_bytes(self) -> int | None:
-        """Bytes of one forward that are held neither on the device nor on the host: backward rebuilds them.
+        """Bytes that one forward drops and backward rebuilds, counted in a run of it on fake tensors.
 
-        Counted at the first training forward, from its run on fake tensors; ``None``: not known (compiled
-        layers, models that do not run on fake tensors, no forward yet).
+        ``None``: not known (compiled layers, models that do not run on fake tensors, no forward yet).
         """
         return self._engine.dropped_bytes
 
     def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay on the device, from the next forward on.
 
-        Args:
-            pack_handler: ``None``: tensors stay for good, and cached traces are used. Any other needs a plan
-                with rows, or one that was installed with a pack handler.
+        With ``None`` tensors stay for good, and cached traces are used. Any other handler needs a plan with
+        rows, or one that was installed with a pack handler.
         """
         self._engine.set_pack_handler(pack_handler)
 
@@ -121,8 +111,8 @@ class AppliedPlan:
     def suspend(self) -> None:
         """Remove the hooks, so that another plan can be applied; what was learned and counted stays.
 
-        Between two forwards only. A graph that still exists can still run backward, because it holds its
-        tickets. Nothing happens if they are off already.
+        Between two forwards only, and safe to call again. A graph that still exists can still run backward,
+        because it holds its tickets.
         """
         hooks, self._hooks = self._hooks, None
         for step in reversed(hooks or []):
@@ -130,9 +120,7 @@ class AppliedPlan:
 
     @uninterrupted()
     def resume(self) -> None:
-        """Install the hooks again after `suspend`; from the next forward on the plan acts.
-
-        Nothing happens where they are on.
+        """Install the hooks again after `suspend`, if they are off; from the next forward on the plan acts.
 
         Raises:
             PlanError: another plan is on the model, or this one was removed.
@@ -144,10 +132,9 @@ class AppliedPlan:
 
     @uninterrupted()
     def change_to(self, plan: MemoryPlan) -> None:
-        """Let another plan for the same model act, before the first training forward; counting begins anew.
+        """Let a plan with the same tiles act, before the first training forward; counting begins anew.
 
-        Args:
-            plan: a plan with the same tiles; not checked against the model.
+        It is not checked against the model.
         """
         self.suspend()
         before = self._engine.runtime
@@ -215,12 +202,11 @@ def install(
                 return []
             if problems := _other_plan(root, structure, tiles):
                 raise PlanError(problems)
-            undo = [
-                *engine.attach(),
-                *put_tiles(root, parts, structure, partial(engine.adjust, level=logging.WARNING)),
-            ]
+            undo = engine.attach()
+            undo += put_tiles(root, parts, structure, partial(engine.adjust, level=logging.WARNING))
             if plan.gather_weights_again:
-                undo.append(gather_weights_again(model))
+                sharded = (module for module in model.modules() if hasattr(type(module), FSDP2_METHOD))
+                undo += [_reshard_after_forward(module) for module in sharded]
             return undo
 
         return engine, attach
@@ -240,7 +226,7 @@ def put_tiles(
         root: the model.
         parts: result of `tile_parts` for the tiles of a plan.
         structure: structure of the model.
-        adjust: called once for each reason why something runs whole after all; ``None``: it is logged.
+        adjust: called with each reason why something runs whole after all, once; ``None``: it is logged.
     """
     said: set[str] = set()
 
@@ -267,7 +253,6 @@ def put_tiles(
 def _tiled(
     root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure
 ) -> Iterator[tuple[Tile, nn.Module]]:
-    """Yield each tile with its module; skip tiles whose module the model does not have."""
     for tile in tiles:
         if (path := structure.scopes.get(tile.scope)) is None:
             continue
@@ -301,7 +286,9 @@ def _check(
         where = f"plan row {row.scope}.{row.op_path}"
         if isinstance(row.scope, str) and row.scope not in (*layers, *SCOPES):
             problems.append(Problem(where, "a layer of this model", row.scope))
-        elif row.fate == "re-gather" and not _communicates(row, layers):
+        elif row.fate == "re-gather" and (
+            row.scope not in layers or row.op_path not in layers[row.scope].communications
+        ):
             problems.append(Problem(where, "a communication of the layer", row.fate))
         elif row.fate == "slice" and row.op_path != OUTPUT:
             problems.append(Problem(where, f"{OUTPUT}, the output of a layer or of the embedding", row.fate))
@@ -317,7 +304,7 @@ def _check(
 def tile_parts(
     root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, replicas: ReplicaRanks | None
 ) -> dict[Tile, int]:
-    """Return, for each tile, into how many parts ranks divide the sequence of its module's output (else 1).
+    """Return into how many parts ranks divide the sequence of the output of each tile's module (else 1).
 
     Raises:
         PlanError: something cannot run over tiles of the tokens in this model.
@@ -339,33 +326,15 @@ def tile_parts(
     return checked_tiles(root, tiles, structure, 1 if replicas is None else replicas.size)
 
 
-def _communicates(row: PlanRow, layers: Mapping[Scope, LayerStructure]) -> bool:
-    return row.scope in layers and row.op_path in layers[row.scope].communications
-
-
-def gather_weights_again(model: nn.Module) -> Callable[[], None]:
-    """Let all FSDP2 modules of ``model``, the outermost too, free gathered weights after their forward.
+def _reshard_after_forward(module: Any) -> Callable[[], None]:
+    """Let an FSDP2 module free gathered weights after forward; return a function that restores its setting.
 
     MindSpore's flag (``parallel_optimizer_comm_recompute``) meant that the all-gather of optimizer-sharded
-    weights is done again in backward, so that they are not held gathered in between. FSDP2 calls it
-    ``reshard_after_forward``.
-
-    Returns:
-        A function that restores each module's own setting. The setting is read from private attributes, those
-        of PyTorch 2.13; earlier versions have one group of parameters for each module.
+    weights is done again in backward, so that they are not held gathered in between: for FSDP2,
+    ``reshard_after_forward`` of all modules, the outermost too. The setting is read from private attributes,
+    those of PyTorch 2.13; earlier versions have one group of parameters for each module.
     """
-    undo = [_resharding(module) for module in model.modules() if hasattr(type(module), FSDP2_METHOD)]
-
-    def restore() -> None:
-        for step in undo:
-            step()
-
-    return restore
-
-
-def _resharding(module: Any) -> Callable[[], None]:
-    """Let one module free its gathered weights after forward; return a function that restores its setting."""
-    state: Any = module._get_fsdp_state()
+    state = module._get_fsdp_state()
     groups = parameter_groups(module)
     automatic = getattr(state, "_auto_reshard_after_forward", False)
     undecided = automatic and state._is_root is None

@@ -2,8 +2,6 @@
 
 A storage is identified by the address of its storage object, which cannot be reused while its owner holds a
 `StorageWeakRef` on it.
-
-Recognises weights, also as parts of tensor subclasses or as casts.
 """
 
 from __future__ import annotations
@@ -58,13 +56,12 @@ class ScopeModules:
 
 @dataclass(slots=True)
 class Owner:
-    """The op that owns a storage, as the plan's action for that op.
+    """What the plan does with the tensors of the op that owns a storage.
 
     Args:
         ref: keeps the storage object's address from being reused.
-        action: what the plan does with tensors of the op.
         region, position: the recomputed function that returned it, and its place among the outputs.
-        is_external: whether it stays unowned whatever op produces it (parameters, buffers).
+        is_external: whether no op ever owns it (parameters, buffers).
         chosen: for a swap under ``auto``: the action chosen when it was first saved, and its key there.
     """
 
@@ -79,11 +76,9 @@ class Owner:
 class Owners:
     """The storages seen so far, with their owners.
 
-    Args:
-        modules: modules whose parameters and buffers are unowned, until `enter` names others.
-        values: tree of values; tensors in it are unowned too.
-
-    Nothing is read before the first lookup. If every layer matches its cached trace, there is no lookup.
+    Tensors in the tree ``values`` have none, nor have parameters and buffers of ``modules`` (until `enter`
+    names others). Nothing is read before the first lookup; if every layer matches its cached trace, there is
+    none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:
@@ -100,7 +95,13 @@ class Owners:
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
         """Note that ``modules`` run now: their parameters and buffers are unowned."""
-        self._let_go()
+        alive = []
+        for owner in self._rebuildable:
+            if owner.ref.expired():
+                owner.region = None  # it holds its inputs in memory
+            elif owner.region is not None:
+                alive.append(owner)
+        self._rebuildable = alive
         self._read()
         self._unread = modules
 
@@ -124,9 +125,8 @@ class Owners:
     ) -> None:
         """Set the owner of a tensor's storage, also if it has one already; parameters stay unowned."""
         key = storage_key(tensor)
-        if key is None:
-            return
-        self._set(tensor, key, self.by_key(key), action, region, position)
+        if key is not None:
+            self._set(tensor, key, self.by_key(key), action, region, position)
 
     def _set(
         self,
@@ -145,31 +145,31 @@ class Owners:
             self._rebuildable.append(self._owners[key])
 
     def clear(self) -> None:
-        """Forget everything."""
         self._owners.clear()
         self._rebuildable.clear()
         self._left_behind.clear()
         self._unread = self._values = ()
 
-    def _let_go(self) -> None:
-        """Drop regions whose outputs no longer exist, because a region holds its inputs in memory."""
-        alive = []
-        for owner in self._rebuildable:
-            if owner.ref.expired():
-                owner.region = None
-            elif owner.region is not None:
-                alive.append(owner)
-        self._rebuildable = alive
-
     def _read(self) -> None:
-        """Register what was postponed: parameters, arguments of the model, outputs; in this order."""
-        self._read_parameters()
+        """Register what was postponed: parameters, arguments of the model, outputs; in this order.
+
+        Parameters and buffers are read at the first tensor of each call, because FSDP2 gathers parameters in
+        hooks of its own, which may run before ours or after, and moving or sharding a model gives them new
+        storages.
+        """
+        modules, self._unread = self._unread, ()
+        for module in modules:
+            for held in (*module._parameters.values(), *module._buffers.values()):
+                for part in inner_tensors(held):
+                    key = storage_key(part)
+                    if key is not None:
+                        ref = StorageWeakRef(part.untyped_storage())
+                        self._owners[key] = Owner(ref, KEEP, is_external=True)
         values, self._values = self._values, ()
         for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor):
-                key = storage_key(leaf)
-                if key is not None and key not in self._owners:
-                    self._set(leaf, key, None, KEEP)
+            key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
+            if key is not None and key not in self._owners:
+                self._set(leaf, key, None, KEEP)
         left_behind, self._left_behind = self._left_behind, []
         for reference, action, only_if_unowned in left_behind:
             tensor = reference()
@@ -179,18 +179,3 @@ class Owners:
             known = self._owners.get(key)
             if known is None or not only_if_unowned:
                 self._set(tensor, key, known, action)
-
-    def _read_parameters(self) -> None:
-        """Register the present storages of the parameters and buffers as unowned.
-
-        Done at the first tensor of each call, because FSDP2 gathers parameters in hooks of its own, which may
-        run before ours or after, and moving or sharding a model gives them new storages.
-        """
-        modules, self._unread = self._unread, ()
-        for module in modules:
-            for held in (*module._parameters.values(), *module._buffers.values()):
-                for tensor in inner_tensors(held):
-                    key = storage_key(tensor)
-                    if key is not None:
-                        ref = StorageWeakRef(tensor.untyped_storage())
-                        self._owners[key] = Owner(ref, KEEP, is_external=True)

@@ -11,22 +11,18 @@ or after a release point, and at the *last* hook at or before a prefetch point (
 
 The reference's rules and clamps: `docs/reference.md`, "Windows".
 
-Operators of one forward: autograd's node numbers, with compiled regions counted as their eager layers.
+**Operators that are no nodes** (`OperatorClock`). A compiled region is one node, or a few, where the eager
+layer has about 80, and a window that was written or measured for the layer counts those. So at a compiled
+region the clock jumps ahead by the nodes that the eager layer would have made. All that the region saves
+counts as saved at its last operator, the first one that backward reaches. A layer that is recomputed whole
+builds its nodes as usual, but backward needs everything of it at once, so its nodes are counted as one
+(`swapped_storages`).
 
-A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that was
-written or measured for it counts those. So at a compiled region the clock jumps ahead by the nodes that the
-eager layer would have made. All that the region saves counts as saved at its last operator, the first one
-that backward reaches. A layer that is recomputed whole builds its nodes as usual, but backward needs
-everything of it at once, so its nodes are counted as one (`swapped_storages`).
-
-The backward of one forward. Autograd asks it for each saved tensor; then it starts copies that are due.
-
-Release and prefetch windows that reach into other passes, on a stage of a pipeline.
-
-A pass is the forward or the backward of one micro-batch through one chunk of layers. Without a known order of
-passes, a forward releases everything by its end, and copies back start with its backward. On a stage of a
-pipeline the schedule fixes which passes of other micro-batches run between the two. Windows then count the
-operators of all these passes, in the order in which they run::
+**Windows that reach into other passes, on a stage of a pipeline** (`PassOrder`). A pass is the forward or the
+backward of one micro-batch through one chunk of layers. Without a known order of passes, a forward releases
+everything by its end, and copies back start with its backward. On a stage of a pipeline the schedule fixes
+which passes of other micro-batches run between the two. Windows then count the operators of all these
+passes, in the order in which they run::
 
     forward 3        | backward 1 | forward 4 | backward 2        | forward 5           | backward 3
     copy out ... release_ops ... release                      copy back ... prefetch_ops ... read
@@ -64,7 +60,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -111,12 +107,9 @@ class ReleaseQueue(Generic[Item]):
 
 
 class PrefetchRequest(NamedTuple, Generic[Item]):
-    """A tensor that backward will need.
+    """A tensor to fetch for backward, ``prefetch_ops`` operators before its ``consumer``.
 
-    Args:
-        item: the object to fetch.
-        consumer: number of the first node that needs it in backward, which is the highest.
-        prefetch_ops: how many operators before that node the fetch starts.
+    The consumer is the first node that needs it in backward: the one with the highest number.
     """
 
     item: Item
@@ -129,7 +122,7 @@ class PrefetchOrder(Generic[Item]):
 
     Args:
         hooks: numbers of the nodes at which backward will call us, in any order.
-        wants: tensors to fetch. A prefetch point before the first hook of backward is moved to that hook.
+        wants: tensors to fetch; those due before the first hook are fetched at that hook.
     """
 
     def __init__(self, hooks: Iterable[int], wants: Iterable[PrefetchRequest[Item]]) -> None:
@@ -169,18 +162,6 @@ class PrefetchOrder(Generic[Item]):
 class OperatorClock:
     """Turns node numbers into operators. Shared by a forward, which writes, and its backward, which reads."""
 
-    __slots__ = (
-        "_before",
-        "_entered",
-        "_gathered",
-        "_last",
-        "_nodes",
-        "_shifts",
-        "_starts",
-        "jumps",
-        "shift",
-    )
-
     def __init__(self) -> None:
         self.shift = self._before = self._entered = self._nodes = 0
         self._starts: list[int] = []
@@ -188,7 +169,7 @@ class OperatorClock:
         self._gathered: list[int] = []
         self._last: list[int] = []
         self.jumps = False
-        """Whether some operator differs from its node's number; if not, `operator` need not be called."""
+        """Whether some operator differs from its node's number; if none does, `operator` is not called."""
 
     def next_node(self) -> int:
         """Return the number that the next node will get."""
@@ -239,22 +220,13 @@ class OperatorClock:
         self.shift, self.jumps = shift, True
 
 
-class Fetchable(Protocol):
-    """Something on the host that backward will need on the device."""
-
-    def fetch(self) -> None:
-        """Start the copy back."""
-
-
-Reference = Callable[[], Fetchable | None]
-"""A weak reference: returns ``None`` when the object is gone."""
+Reference = weakref.ref[SwapGroup]
 
 
 class Backward:
     """Gives autograd the saved tensors of one forward, and starts the copies back in time.
 
-    Autograd's graph holds this object through the unpack hook. References to swapped storages are weak: only
-    tickets keep them alive.
+    Autograd's graph holds this object through the unpack hook, so it refers to swapped storages weakly.
     """
 
     def __init__(self) -> None:
@@ -264,7 +236,6 @@ class Backward:
         self._idle = True
 
     def watch(self, watcher: Callable[[int], object]) -> None:
-        """Tell ``watcher`` the operator at each hook."""
         self._watchers, self._idle = (*self._watchers, watcher), False
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
@@ -295,8 +266,6 @@ class Backward:
                     waiting.fetch()
 
 
-Swapped = weakref.ref[SwapGroup]
-
 REACH = 2 / 3
 """The longest window, as a fraction of the operators of a pass."""
 
@@ -305,13 +274,7 @@ Point = tuple[int, int]
 
 
 class Pass(NamedTuple):
-    """A forward or a backward of one micro-batch through one chunk of the layers.
-
-    Args:
-        chunk: index of the chunk.
-        micro_batch: index in the step.
-        is_backward: whether it is the backward; else the forward.
-    """
+    """A forward or a backward of one micro-batch of the step through one chunk of the layers."""
 
     chunk: int
     micro_batch: int
@@ -321,10 +284,8 @@ class Pass(NamedTuple):
 class PassOrder:
     """The order of passes of a step on one stage, and the releases and copies back that are due in them.
 
-    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods.
-
-    Attributes:
-        running: the latest forward.
+    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods. ``running``
+    is the latest forward.
     """
 
     def __init__(self) -> None:
@@ -334,15 +295,11 @@ class PassOrder:
         self.running: Pass | None = None
         self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
         self._lengths: dict[int, int] = {}
-        self._due: list[tuple[Point, int, Swapped, bool]] = []
+        self._due: list[tuple[Point, int, Reference, bool]] = []
         self._count = 0
 
     def begin(self, order: Sequence[Pass] = ()) -> None:
-        """Start a step; all stages do at the same time.
-
-        Args:
-            order: all passes of the step; empty: not known, and no window leaves its pass.
-        """
+        """Start a step with these passes; empty: not known, and no window leaves its pass."""
         self.end()
         self._order = tuple(order)
         self._place = {one: index for index, one in enumerate(self._order)}
@@ -363,34 +320,27 @@ class PassOrder:
         """Note that the next call of the model is the forward of this micro-batch through this chunk."""
         self._following = Pass(chunk, micro_batch, False)
 
-    def releases(self, first_op: int) -> ReleaseQueue[Swapped]:
-        """Return the queue of releases for a forward that starts.
-
-        Args:
-            first_op: number of its first operator.
-        """
+    def releases(self, first_op: int) -> ReleaseQueue[Reference]:
+        """Return the queue of releases for a forward that starts, by the number of its first operator."""
         self.running = one = self._following
         self._following = None
         index = -1 if one is None else self._place.get(one, -1)
-        return (
-            ReleaseQueue()
-            if index < 0 or self._backward_of(index) < index
-            else CrossingReleases(self, index, first_op)
-        )
+        if index < 0 or self._backward_of(index) < index:
+            return ReleaseQueue()
+        return CrossingReleases(self, index, first_op)
 
     def forward_ended(
-        self, queue: CrossingReleases, swapped: Iterable[Swapped], backward: Backward
-    ) -> list[Swapped]:
+        self, queue: CrossingReleases, swapped: Iterable[Reference], backward: Backward
+    ) -> list[Reference]:
         """At the end of a forward, schedule its remaining releases and its copies back in later passes.
+
+        Returns what the caller releases now: all that is left, if the backward follows directly or if the
+        length of the chunk's forward was not known before.
 
         Args:
             queue: releases of the forward.
-            swapped: everything that the forward has swapped.
-            backward: the backward of this forward.
-
-        Returns:
-            What the caller releases now: all that is left, if the backward follows directly or if this was
-            the first forward of the chunk, whose length was not known.
+            swapped: everything that it has swapped.
+            backward: its backward.
         """
         last_op, back = backward.clock.now(), self._backward_of(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
@@ -421,40 +371,30 @@ class PassOrder:
         return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
 
     def neighbours(self, chunk: int) -> tuple[bool, bool]:
-        """Say which passes of other micro-batches run next to most passes of a chunk.
+        """Return whether, for most micro-batches of a chunk, another's backward follows the forward, and
+        whether another's forward comes before the backward.
 
-        Returns:
-            Whether a backward follows its forwards, and whether a forward comes before its backwards. There
-            its copies have their direction of the link to themselves; a forward that follows has copies out.
+        There its copies have their direction of the link to themselves; a forward after it has copies out.
         """
-        found: list[tuple[bool, bool]] = []
+        after, before, half = 0, 0, 0.0
         for index, one in enumerate(self._order):
             back = self._backward_of(index) if one.chunk == chunk and not one.is_backward else -1
-            if back > index:
-                after, before = self._order[index + 1], self._order[back - 1]
-                found.append(
-                    (after.is_backward and back > index + 1, not before.is_backward and back > index + 1)
-                )
-        half = len(found) / 2
-        return sum(after for after, _ in found) > half, sum(before for _, before in found) > half
+            half += 0.5 if back > index else 0
+            if back > index + 1:
+                after += self._order[index + 1].is_backward
+                before += not self._order[back - 1].is_backward
+        return after > half, before > half
 
     def most_ops(self, index: int) -> int:
-        """Return the longest window of a forward, in operators.
+        """Return the longest window, in operators, of the forward with this index in the order.
 
-        It is `NEVER` (no limit) if its backward follows directly, or no forward of its chunk has ended yet.
-
-        Args:
-            index: index of the forward in the order.
+        `NEVER` (no limit) if its backward follows directly, or no forward of its chunk has ended yet.
         """
         length = self._lengths.get(self._order[index].chunk)
         return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
 
     def run_due(self, now: Point) -> int:
-        """Run the releases and copies that are due by now.
-
-        Returns:
-            The operator of this pass at which the next one is due; `NEVER`: none in this pass.
-        """
+        """Run the releases and copies that are due; return the operator of this pass at which the next is."""
         while self._due and self._due[0][0] <= now:
             _, _, reference, is_release = heapq.heappop(self._due)
             group = reference()
@@ -466,7 +406,7 @@ class PassOrder:
         """Return the index of a forward's backward in the order; -1: it has none."""
         return self._place.get(self._order[index]._replace(is_backward=True), -1)
 
-    def _add(self, point: Point, reference: Swapped, is_release: bool) -> None:
+    def _add(self, point: Point, reference: Reference, is_release: bool) -> None:
         heapq.heappush(self._due, (point, self._count, reference, is_release))
         self._count += 1
 
@@ -482,14 +422,8 @@ class PassOrder:
         return self._lengths.get(self._order[index].chunk, max(self._lengths.values()))
 
 
-class CrossingReleases(ReleaseQueue[Swapped]):
-    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass.
-
-    Args:
-        passes: the order of passes of the step.
-        index: index of the forward in the order.
-        first_op: number of the forward's first operator.
-    """
+class CrossingReleases(ReleaseQueue[Reference]):
+    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass."""
 
     def __init__(self, passes: PassOrder, index: int, first_op: int) -> None:
         super().__init__()
@@ -497,18 +431,18 @@ class CrossingReleases(ReleaseQueue[Swapped]):
         self.most_ops = passes.most_ops(index)
         self.next_at = self._others_at = first_op
 
-    def add(self, item: Swapped, copied_at: int, release_ops: int) -> None:
+    def add(self, item: Reference, copied_at: int, release_ops: int) -> None:
         """Add an item as `ReleaseQueue.add` does, with a window of `most_ops` operators at most."""
         super().add(item, copied_at, min(release_ops, self.most_ops))
         self.next_at = min(self.next_at, self._others_at)
 
-    def due(self, now: int) -> list[Swapped]:
+    def due(self, now: int) -> list[Reference]:
         """Return this forward's items that are due, after running what earlier forwards have scheduled."""
         self._others_at = self.first_op + self._passes.run_due((self.index, now - self.first_op))
         items = super().due(now)
         self.next_at = min(self.next_at, self._others_at)
         return items
 
-    def left(self) -> list[tuple[int, Swapped]]:
-        """Return the items that are not released yet, each with the operator at which it is due."""
+    def left(self) -> list[tuple[int, Reference]]:
+        """Return the operator at which each item that is left is due, and the item."""
         return [(due_op, item) for due_op, _, item in self._heap]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .host_pool import HostPool
@@ -13,11 +13,18 @@ from .host_pool import HostPool
 GIB = 2**30
 _DIGITS = 4
 _MORE_THAN_ANY_DEVICE = 2**60
-_OF_WEIGHTS = (
-    *("prefetched_bytes", "prefetches", "late_prefetches", "stalls", "stall_ms"),
-    *("host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms"),
-)
-"""What frozen weights add to the statistics of a plan."""
+_PENDING_WAITS = 1024
+"""Most waits that are pending before they are added up."""
+
+_OF_COPIES_IN = ("prefetched_bytes", "prefetches", "late_prefetches", "stalls", "stall_ms")
+_TOTALS = (*_OF_COPIES_IN, "forwards", "offloaded_bytes", "offloads", "recomputes")
+_OF_POOL = {
+    "host_bytes": "used_bytes",
+    "host_peak_bytes": "peak_bytes",
+    "host_pool_bytes": "held_bytes",
+    "pinning_ms": "allocating_ms",
+}
+"""The statistics of host memory, by the attribute of `HostPool`."""
 
 
 def gib(size_bytes: float) -> float:
@@ -26,11 +33,9 @@ def gib(size_bytes: float) -> float:
 
 
 def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
-    """Return bytes in GiB with four digits; ``unlimited`` for more than any device has.
+    """Return bytes (at least 0) in GiB with four digits; ``unlimited`` for more than any device has.
 
-    Args:
-        size_bytes: at least 0.
-        rounding: `math.ceil` for a least need, `math.floor` for a limit.
+    ``rounding`` is `math.ceil` for a least need, `math.floor` for a limit.
     """
     if size_bytes >= _MORE_THAN_ANY_DEVICE:
         return "unlimited"
@@ -43,7 +48,7 @@ class PendingTime(Protocol):
     """A measured wait whose length is not known yet."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms (0: no wait), ``None`` while the device has not reached its end."""
+        """Return the length in ms; ``None`` while the device has not reached its end."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ class SwapStats:
         host_bytes: host memory in use now (not a total).
         host_peak_bytes: most host memory in use at once (not a total).
         host_pool_bytes: host memory held, in use or not (not a total).
-        pinning_ms: what allocating that memory took, on an accelerator page-locking it (not a total: plans
-            that share host memory share the number). Compute runs meanwhile, or waits for it.
+        pinning_ms: how long allocating (on an accelerator: page-locking) that memory took, beside compute or
+            not (not a total: plans that share host memory share the number).
         live_swaps: swapped storages whose graph still exists (not a total).
     """
 
@@ -87,34 +92,24 @@ class SwapStats:
 
     def __sub__(self, earlier: SwapStats) -> SwapStats:
         """Return what happened since ``earlier``; the values that are not totals are this one's."""
-        changes = {
-            item.name: getattr(self, item.name) - getattr(earlier, item.name)
-            for item in fields(self)
-            if item.name not in _NOT_TOTALS
-        }
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in _TOTALS}
         rejected = {
             reason: count - earlier.rejected.get(reason, 0) for reason, count in self.rejected.items()
         }
-        kept = {name: getattr(self, name) for name in _NOT_TOTALS if name != "rejected"}
-        return SwapStats(
-            **changes, **kept, rejected={reason: count for reason, count in rejected.items() if count}
-        )
+        changed = {reason: count for reason, count in rejected.items() if count}
+        return replace(self, **totals, rejected=changed)
 
     def __add__(self, later: SwapStats) -> SwapStats:
         """Return the totals of two plans, one after the other; values that are not totals are ``later``'s."""
-        sums = {
-            item.name: getattr(self, item.name) + getattr(later, item.name)
-            for item in fields(self)
-            if item.name not in _NOT_TOTALS
-        }
-        kept = {name: getattr(later, name) for name in _NOT_TOTALS if name != "rejected"}
+        totals = {name: getattr(self, name) + getattr(later, name) for name in _TOTALS}
         rejected = Counter(self.rejected)
         rejected.update(later.rejected)
-        return SwapStats(**sums, **kept, rejected=dict(rejected))
+        return replace(later, **totals, rejected=dict(rejected))
 
     def with_weights(self, moved: SwapStats) -> SwapStats:
-        """Return the numbers with what copies of frozen weights, in the same time, add to them."""
-        return replace(self, **{name: getattr(self, name) + getattr(moved, name) for name in _OF_WEIGHTS})
+        """Return the numbers with those of frozen weights copied in the same time added."""
+        names = (*_OF_COPIES_IN, *_OF_POOL)
+        return replace(self, **{name: getattr(self, name) + getattr(moved, name) for name in names})
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return all numbers for a training log, by name."""
@@ -130,16 +125,8 @@ class SwapStats:
         return {f"{prefix}{name}": value for name, value in numbers.items()}
 
 
-_NOT_TOTALS = frozenset(
-    {"rejected", "host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms", "live_swaps"}
-)
-
-_PENDING_WAITS = 1024
-"""Most waits that are pending before they are added up."""
-
-
 class Counters:
-    """Counters to which the engine adds; `snapshot` returns the totals."""
+    """What the engine counts."""
 
     def __init__(self) -> None:
         self.forwards = 0
@@ -152,7 +139,7 @@ class Counters:
         self.recomputes = 0
         self.live_swaps = 0
         self.rejected: Counter[str] = Counter()
-        self._stall_ms = 0.0
+        self.stall_ms = 0.0
         self._pending: list[PendingTime] = []
         self._settle_at = _PENDING_WAITS
         self.listener: Callable[[PendingTime], None] | None = None
@@ -160,41 +147,24 @@ class Counters:
 
     def stalled(self, waited: PendingTime | None) -> None:
         """Count a wait of compute for a copy, whose length is known later; ``None``: compute did not wait."""
-        if waited is not None:
-            self._pending.append(waited)
-            if len(self._pending) >= self._settle_at:  # a snapshot may never be taken
-                self._settle()
-                self._settle_at = len(self._pending) + _PENDING_WAITS
-            if self.listener is not None:
-                self.listener(waited)
+        if waited is None:
+            return
+        self._pending.append(waited)
+        if len(self._pending) >= self._settle_at:  # a snapshot may never be taken
+            self._settle()
+            self._settle_at = len(self._pending) + _PENDING_WAITS
+        if self.listener is not None:
+            self.listener(waited)
 
     def snapshot(self, pool: HostPool | None) -> SwapStats:
-        """Return the totals; waits whose end the device has not reached are counted next time.
-
-        Args:
-            pool: the present host memory; ``None``: there is none yet.
-        """
+        """Return the totals and the use of ``pool``, without waits whose end the device has not reached."""
         self._settle()
-        return SwapStats(
-            forwards=self.forwards,
-            offloaded_bytes=self.offloaded_bytes,
-            prefetched_bytes=self.prefetched_bytes,
-            offloads=self.offloads,
-            prefetches=self.prefetches,
-            late_prefetches=self.late_prefetches,
-            stalls=self.stalls,
-            stall_ms=self._stall_ms,
-            recomputes=self.recomputes,
-            rejected=dict(self.rejected),
-            host_bytes=0 if pool is None else pool.used_bytes,
-            host_peak_bytes=0 if pool is None else pool.peak_bytes,
-            host_pool_bytes=0 if pool is None else pool.held_bytes,
-            pinning_ms=0.0 if pool is None else pool.allocating_ms,
-            live_swaps=self.live_swaps,
-        )
+        numbers = {name: getattr(self, name) for name in (*_TOTALS, "live_swaps")}
+        if pool is not None:
+            numbers.update((name, getattr(pool, attribute)) for name, attribute in _OF_POOL.items())
+        return SwapStats(**numbers, rejected=dict(self.rejected))
 
     def _settle(self) -> None:
-        """Add up the waits that are over."""
         still: list[PendingTime] = []
         for waited in self._pending:
             elapsed = waited.elapsed_ms()
@@ -202,5 +172,5 @@ class Counters:
                 still.append(waited)
             elif elapsed > 0:
                 self.stalls += 1
-                self._stall_ms += elapsed
+                self.stall_ms += elapsed
         self._pending = still

@@ -51,15 +51,12 @@ class ComputePart:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCopy:
-    """One copy.
+    """One copy, of a tensor that the plan's row of ``scope`` and ``op_path`` swaps.
 
     Args:
-        direction: to the host, or back.
-        scope, op_path: those of the plan row that swaps the tensor.
-        size_bytes: bytes that were copied.
         asked_ms: where compute was when the copy was asked for.
-        start_ms, end_ms: start and end of the copy. It starts when it has been asked for, the copy before it
-            has ended, and (for a copy back) its bytes are out.
+        start_ms, end_ms: it starts when it has been asked for, the copy before it has ended, and (for a copy
+            back) its bytes are out.
     """
 
     direction: Direction
@@ -84,14 +81,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """When compute and copies of one step ran, and where compute waited.
+    """When compute (without gaps), copies and waits for them (``stalls``) of one step ran, each in order.
 
-    Args:
-        step_ms: duration of the step.
-        compute: parts of compute in order, without gaps.
-        copies: in the order in which they were asked for.
-        stalls: in order of time.
-        overlaps: whether copies run beside compute.
+    ``overlaps`` says whether copies run beside compute.
     """
 
     step_ms: float
@@ -108,11 +100,9 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Device memory at one moment.
+    """Device memory at one moment of a step.
 
     Args:
-        ms: time since the step began.
-        total_bytes: all memory in use.
         kept_bytes: saved for backward, and neither swapped nor recomputed.
         swapped_bytes: swapped, and on the device at this time.
     """
@@ -125,10 +115,9 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Device memory over one step.
+    """Device memory over one step, which takes longer than without the watch.
 
     Args:
-        step_ms: duration of the step; longer than without the watch.
         start_bytes: memory in use before the step: weights, gradients, optimizer states.
         samples: in order of time.
         parts: what compute did meanwhile.
@@ -148,10 +137,6 @@ class _StepWatch:
 
     On a pipeline stage a backward begins with the gradient of the stage's output, or of the loss, and ends
     when autograd does. Between passes the stage waits.
-
-    Args:
-        model: the model that the plan is on, bare or wrapped.
-        applied: the plan.
     """
 
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
@@ -170,7 +155,7 @@ class _StepWatch:
             self._parts.note(("waiting", None))
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """Receive a copy when it is asked for; ``on_device`` is its source or its target."""
+        """Receive a copy that is asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
         """Receive a wait of compute for a copy, from ``start`` on."""
@@ -201,7 +186,6 @@ class _StepWatch:
         )
 
     def _mark(self, phase: Phase, layer: int | None) -> None:
-        """Note that compute is in this phase and layer from now on; ``None``: outside the layers."""
         self._parts.note((phase, layer))
 
     def _forward_starts(self, *_: Any) -> None:
@@ -247,12 +231,7 @@ class _StepWatch:
 
 
 class TimeWatch(_StepWatch):
-    """Records the times of layers, copies and waits in the coming step.
-
-    Args:
-        model: the model that the plan is on.
-        applied: the plan.
-    """
+    """Records the times of layers, copies and waits in the coming step of a model under a plan."""
 
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
         self._copies: list[WatchedCopy] = []
@@ -260,11 +239,9 @@ class TimeWatch(_StepWatch):
         super().__init__(model, applied)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """Record a copy that was asked for; ``on_device`` is its source or its target."""
         self._copies.append(copy)
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Record a wait of compute for a copy, from ``start`` on."""
         self._waits.append((copy, start, length))
 
     def timeline(self) -> StepTimeline:
@@ -273,13 +250,9 @@ class TimeWatch(_StepWatch):
         copies = self._measured_copies()
         stalls = [self._stall(copy, start, length) for copy, start, length in self._waits]
         self._copies, self._waits = [], []
-        return StepTimeline(
-            step_ms=parts[-1].end_ms if parts else 0.0,
-            compute=parts,
-            copies=tuple(copies),
-            stalls=tuple(stall for stall in stalls if stall.length_ms > 0),
-            overlaps=self._transfer.overlaps,
-        )
+        step_ms = parts[-1].end_ms if parts else 0.0
+        waited = tuple(stall for stall in stalls if stall.length_ms > 0)
+        return StepTimeline(step_ms, parts, tuple(copies), waited, self._transfer.overlaps)
 
     def _measured_copies(self) -> list[MeasuredCopy]:
         free_ms = {"out": 0.0, "in": 0.0}
@@ -292,17 +265,14 @@ class TimeWatch(_StepWatch):
                 before_ms = 0.0 if copy.first is None else ended.get(copy.first, 0.0)
                 start_ms = min(max(asked_ms, free_ms[copy.direction], before_ms), end_ms)
             free_ms[copy.direction] = ended[copy] = end_ms
-            scope, op_path = copy.name
             found.append(
-                MeasuredCopy(copy.direction, scope, op_path, copy.size_bytes, asked_ms, start_ms, end_ms)
+                MeasuredCopy(copy.direction, *copy.name, copy.size_bytes, asked_ms, start_ms, end_ms)
             )
         return found
 
     def _stall(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> Stall:
-        """Return a wait. If copies do not overlap compute, it begins when the copy is asked for."""
         begun = start if self._transfer.overlaps else copy.asked
-        scope, op_path = copy.name
-        return Stall(copy.direction, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
+        return Stall(copy.direction, *copy.name, self._parts.ms(begun), length.elapsed_ms() or 0.0)
 
 
 class MemoryWatch(_StepWatch):
@@ -312,8 +282,8 @@ class MemoryWatch(_StepWatch):
         model: the model that the plan is on.
         applied: the plan, without a pack handler, because this object installs its own.
         allocated_bytes: returns the device memory in use.
-        peak_bytes: returns the most memory in use since its last call; ``None``: not known, so memory that is
-            in use only between two saved tensors is not seen.
+        peak_bytes: returns the most memory in use since its last call; ``None``: memory that is in use only
+            between two saved tensors is not seen.
     """
 
     def __init__(
@@ -326,7 +296,8 @@ class MemoryWatch(_StepWatch):
         self._allocated_bytes, self._peak_bytes = allocated_bytes, peak_bytes
         self._bytes = {"kept": 0, "swapped": 0}
         self._alive: dict[int, str] = {}
-        self._own = _storages_of(model)
+        held = [*unwrapped(model).parameters(), *unwrapped(model).buffers()]
+        self._own = {storage_key(part) for tensor in held for part in inner_tensors(tensor)}
         self._samples: list[tuple[Stamp, int, int, int]] = []
         self._start_bytes = allocated_bytes()
         super().__init__(model, applied)
@@ -334,7 +305,6 @@ class MemoryWatch(_StepWatch):
         self._sample()
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """Follow the storage of a copy that was asked for; ``on_device`` is its source or its target."""
         self._follow(on_device, "swapped")
 
     def close(self) -> None:
@@ -371,7 +341,7 @@ class MemoryWatch(_StepWatch):
         self._sample()
 
     def _gone(self, key: int, size_bytes: int) -> None:
-        """Stop counting a storage that is about to be freed; the next sample shows that."""
+        """Stop counting a storage that is about to be freed, from the next sample on."""
         if self._on:
             self._sample()
         self._bytes[self._alive.pop(key)] -= size_bytes
@@ -390,13 +360,6 @@ class MemoryWatch(_StepWatch):
         self._samples.append((self._transfer.stamp(), *found))
 
 
-def _storages_of(model: nn.Module) -> set[int]:
-    """Return the keys of storages that exist in every step: those of weights and buffers."""
-    held = [*unwrapped(model).parameters(), *unwrapped(model).buffers()]
-    keys = (storage_key(part) for tensor in held for part in inner_tensors(tensor))
-    return {key for key in keys if key is not None}
-
-
 def _in_forward() -> bool:
-    """Whether a training forward runs, and no recomputation."""
+    # Recomputations run inside a backward.
     return torch.is_grad_enabled() and running_node_number() is None

@@ -2,7 +2,7 @@
 
 Forward runs the module for one tile after the other under hooks that keep nothing, and puts the tiles of
 its output side by side. Backward runs each tile again and its backward at once, so that what the module
-saves is there for one tile at a time.
+saves is there for one tile at a time. `plan.tiles` finds out which modules treat tokens one by one.
 
 * **Two forwards.** The input is saved by a node of its own (`_Input`) before the first tile runs. If the
   layer around the module is run again (``torch.utils.checkpoint``, `recompute`), that run ends as soon as the
@@ -19,10 +19,6 @@ saves is there for one tile at a time.
   alike for any number of rows. Gradients of weights are sums in another order: equal up to rounding.
 * **Random numbers** of a tile are the same both times: the tiles run again in their order, from the state
   in which the first run began.
-
-Which modules treat tokens one by one is found out by `plan.tiles`.
-
-Helpers to run a call tile by tile: calls with other parameters, and sums of gradients in fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -53,22 +49,15 @@ _PRODUCT_ROWS = 16_384
 
 
 class Exchangeable:
-    """A module whose parameters can be replaced by other tensors for one call.
-
-    Args:
-        module: the module that has the parameters.
-        run: function that a call of the module runs.
-    """
+    """A module whose parameters can be replaced by other tensors for one call of the function ``run``."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self.module, self.run = module, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function with the parameters that the module has at present."""
         return self.run(*args, **kwargs)
 
     def with_parameters(self, named: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run the function with tensors in place of the module's parameters, by the names in ``named``."""
         with exchanged(self.module, named):
             return self.run(*args, **kwargs)
 
@@ -85,9 +74,6 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of
     a loss does not.
-
-    Raises:
-        RuntimeError: by the wrapped function, in a backward with ``create_graph=True``.
     """
 
     @wraps(backward)
@@ -111,10 +97,8 @@ def zero_sum(like: torch.Tensor) -> torch.Tensor:
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return matrix products in at least fp32, without the rounding at the end of half-precision kernels.
 
-    On fake tensors it calls the ops that an accelerator runs.
-
-    Args:
-        left, right: ``[.., m, n]`` and ``[.., n, p]``, with equal leading sizes.
+    Of ``[.., m, n]`` and ``[.., n, p]`` with equal leading sizes. On fake tensors it calls the ops that an
+    accelerator runs.
     """
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
@@ -127,18 +111,15 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add a linear layer's weight gradient to ``total``, ``[V, H]``.
-
-    It is computed from the gradient of the layer's outputs ``[C, V]`` and from its inputs ``[C, H]``.
-    """
+    """Add a linear layer's weight gradient, of outputs ``[C, V]`` and inputs ``[C, H]``, to ``[V, H]``."""
     for first in range(0, len(total), _PRODUCT_ROWS):
         some = slice(first, first + _PRODUCT_ROWS)
         total[some].add_(product(of_logits[:, some].t(), hidden))  # `+=` would call `copy_` as well
 
 
 AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
-"""Fewer rows make slow products, more tiles free little: a Llama's MLP saves 14 times its input's bytes, one
-tile of sixteen less than the input's."""
+"""Fewer rows make slow products: each tile reads the weights, reads and writes their gradients. More tiles
+free little: a Llama's MLP saves 14 times its input's bytes, one tile of sixteen less than the input's."""
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -158,8 +139,7 @@ def tile_module(module: nn.Module, tile: Tile, say: ReportWhole, parts: int = 1)
         module: its first tensor argument is ``[.., T, H]``, a row for each token.
         tile: how many tokens make a tile.
         say: called with the reason if the module runs whole after all.
-        parts: number of ranks over which the module sums its output and among which it divides the sequence:
-            it returns ``[.., T / parts, H]``.
+        parts: number of ranks among which the module divides its output: it returns ``[.., T / parts, H]``.
     """
     if getattr(module, "_compiled_call_impl", None) is not None:
         return replace_call(module, lambda call: TiledModule(module, call, tile, say, parts).forward)
@@ -173,25 +153,17 @@ def is_tiled(module: nn.Module) -> bool:
     return any(isinstance(getattr(run, "__self__", None), TiledModule) for run in runs)
 
 
-class TiledModule:
-    """A module whose calls run over tiles of the tokens.
-
-    Args:
-        module: the module, whose parameters get gradients.
-        run: function that a call of it runs.
-        tile, say, parts: as of `tile_module`.
-    """
+class TiledModule(Exchangeable):
+    """A module whose calls run over tiles of the tokens; arguments as of `tile_module`."""
 
     def __init__(
         self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: ReportWhole, parts: int
     ) -> None:
-        self.module, self.run = module, run
-        self._exchangeable = Exchangeable(module, run)
+        super().__init__(module, run)
         self._tile, self._say, self._parts = tile, say, parts
-        self._compiled = any(map(is_compiled, module.modules()))
+        self.compiled = any(map(is_compiled, module.modules()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the module's own forward."""
         reject_tracing()
         leaves, spec = tree_flatten((args, kwargs))
         hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -204,20 +176,6 @@ class TiledModule:
         if reason or cut.tiles == 1:
             return self.run(*args, **kwargs)
         return _Call(self, leaves, spec, cut).result()
-
-    def running_with(self, parameters: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-        """Return a function that runs the module with the trained parameters that it had in forward.
-
-        It may have others by now: `exchanged` puts the module's own back before backward.
-        """
-        present = dict(self.module.named_parameters())
-        if all(present.get(name) is item for name, item in parameters.items()):
-            return self.run
-        return partial(self._exchangeable.with_parameters, parameters)
-
-    def adding_to(self, sums: dict[int, torch.Tensor]) -> AbstractContextManager[Any]:
-        """Let linear layers add weight gradients to ``sums``; not in compiled code: it would be retraced."""
-        return nullcontext() if self._compiled else _WeightSums(sums)
 
     def _tokens(self, rows: int) -> int:
         if self._tile.tokens is not None:
@@ -232,13 +190,11 @@ class TiledModule:
         if any(hasattr(item, "ds_id") for item in self.module.parameters()):
             return "ZeRO-3 frees weights between the tiles"
         capturing = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
-        if capturing is not None and capturing.get() and any(map(_is_captured, inside)):
-            return "transformers collects what a module inside it returns (output_router_logits)"
+        if capturing is not None and capturing.get():
+            hooks = (hook for module in inside for hook in module._forward_hooks.values())
+            if any(getattr(hook, "__module__", "") == _CAPTURING for hook in hooks):
+                return "transformers collects what a module inside it returns (output_router_logits)"
         return ""
-
-
-def _is_captured(module: nn.Module) -> bool:
-    return any(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
 
 
 class _TokenTiles:
@@ -249,7 +205,7 @@ class _TokenTiles:
 
     Args:
         lead: shape of the hidden states without their last dimension, ``[.., T]``.
-        parts: number of ranks that have a part of the sequence (`tile_module`).
+        parts: number of ranks that have a part of the sequence.
         tokens: about how many tokens a tile has.
     """
 
@@ -281,13 +237,7 @@ class _TokenTiles:
 
 
 class _Call:
-    """One call of a tiled module.
-
-    Args:
-        tiled: the module that was called.
-        leaves, spec: its arguments, flattened. Each tensor has a row for each token.
-        cut: how tensors are cut into tiles.
-    """
+    """One call of a tiled module, with its flattened arguments: each tensor has a row for each token."""
 
     def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _TokenTiles) -> None:
         self.tiled, self._leaves, self._spec, self._cut = tiled, leaves, spec, cut
@@ -300,7 +250,6 @@ class _Call:
         self._made: TreeSpec | None = None
 
     def result(self) -> Any:
-        """Run the call and return what the module returns."""
         given = [self._leaves[at] for at in self._at]
         for at in self._at:
             self._leaves[at] = None  # autograd holds the tensors that backward needs
@@ -315,10 +264,9 @@ class _Call:
         return tree_unflatten(list(outputs), self._made)
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the outputs for the tensors of the call."""
         whole: list[torch.Tensor] = []
         lead = self._cut.returned
-        with torch.autograd.graph.saved_tensors_hooks(_dropped, no_backward):
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):  # each tile runs again
             for rows in self._cut:
                 made, self._made = tree_flatten(self._run(self.tiled.run, self._tiles(given, rows)))
                 for at, item in enumerate(made):
@@ -349,14 +297,13 @@ class _Call:
             for item, wants in zip(given, self._wanted, strict=True)
         ]
         sums = [zero_sum(item) for item in self.parameters]
-        run = self.tiled.running_with(self._named)
+        run, present = self.tiled.run, dict(self.tiled.module.named_parameters())
+        if any(present.get(name) is not item for name, item in self._named.items()):
+            run = partial(self.tiled.with_parameters, self._named)  # `exchanged` has put others back since
         by_id = {id(item): total for item, total in zip(self.parameters, sums, strict=True)}
-        with (
-            self._state.restored(),
-            no_saved_tensor_hooks(),
-            _without_hooks(self.parameters),
-            self.tiled.adding_to(by_id),
-        ):
+        # Compiled code would be traced again under a mode.
+        summing = nullcontext() if self.tiled.compiled else _WeightSums(by_id)
+        with self._state.restored(), no_saved_tensor_hooks(), _without_hooks(self.parameters), summing:
             for rows in self._cut:
                 found = self._gradients(run, self._tiles(given, rows), upstream, rows)
                 for whole in of_given:
@@ -375,7 +322,6 @@ class _Call:
         upstream: Sequence[torch.Tensor | None],
         rows: slice,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the gradients of the tiles that need one, and of the parameters."""
         ends = [
             (output, self._cut.place(one, rows, self._cut.returned).reshape(output.shape))
             for output, one in zip(tree_flatten(self._run(run, tiles))[0], upstream, strict=True)
@@ -389,7 +335,6 @@ class _Call:
         yield from torch.autograd.grad(made, asked, of_made, allow_unused=True)
 
     def _tiles(self, given: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
-        """Return these rows of the tensors ``given``, as leaves of a new graph."""
         return [
             self._cut.tile(item.detach(), rows).requires_grad_(wants)
             for item, wants in zip(given, self._wanted, strict=True)
@@ -448,11 +393,7 @@ class _Tiles(torch.autograd.Function):
 
 
 class _WeightSums(TorchFunctionMode):
-    """Adds the gradients of linear layers' weights to sums in fp32, and does not give them to autograd.
-
-    Args:
-        sums: the sum of each weight's gradient, by ``id`` of the weight.
-    """
+    """Adds gradients of linear layers' weights to ``sums`` in fp32 (by ``id``), instead of autograd's."""
 
     def __init__(self, sums: dict[int, torch.Tensor]) -> None:
         super().__init__()
@@ -492,7 +433,3 @@ class _Linear(torch.autograd.Function):
         of_hidden = upstream.matmul(cast) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
         return of_hidden, None, None, of_bias, None
-
-
-def _dropped(_tensor: torch.Tensor) -> None:
-    """Save nothing: the tile runs again in backward."""

@@ -19,12 +19,6 @@ aten ops that it runs tell what it does.
 
 Each weight gets one gradient per backward, from one autograd node.
 
-Logits as rows that are computed tile by tile, from hidden states, a head and the calls that follow it.
-
-`RowRecipe` describes how the rows are made, and computes the values that a function returns for them: without
-gradients (`RowRecipe.values`), or with gradients of hidden states and parameters
-(`RowRecipe.differentiated`). One tile of logits exists at a time.
-
 Gradients are summed over the tiles in fp32, from products that are not rounded before. So for a head that
 is just a linear layer, autograd differentiates only the calls that follow it, and the two products of the
 layer's backward are computed here. Other heads (adapters, quantised weights) are differentiated by autograd.
@@ -35,7 +29,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,8 +46,16 @@ from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from ..plan.wrappers import FSDP2_METHOD
 from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
 from .replay import CallState
-from .tiled_calls import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, product, zero_sum
-from .tiled_calls import no_saved_tensor_hooks as no_hooks
+from .tiled_calls import (
+    AUTO_LEAST_TOKENS,
+    Exchangeable,
+    ReportWhole,
+    add_product,
+    first_order_only,
+    no_saved_tensor_hooks,
+    product,
+    zero_sum,
+)
 
 
 class Head(Exchangeable):
@@ -71,22 +73,9 @@ class Head(Exchangeable):
         self.is_divided = hasattr(module, "whole_input")
         self.is_linear = (type(module) is nn.Linear or self.is_divided) and "forward" not in vars(module)
 
-    def rows_of(self, hidden: torch.Tensor) -> int:
-        """Return how many rows of hidden states a call multiplies on each rank."""
-        parts = self.module.input_parts if self.is_divided else 1
-        return int(hidden.shape[:-1].numel() * parts)
-
 
 class HeadCall:
-    """One call of a head: what all logits that derive from it share.
-
-    Args:
-        head: the head that was called.
-        names: names of its trained parameters.
-        tokens: number of tokens in a tile.
-        dtype: dtype of its output.
-        device: device of the hidden states.
-    """
+    """One call of a head, with these trained parameters: what all logits that derive from it share."""
 
     def __init__(
         self, head: Head, names: Sequence[str], tokens: int, dtype: torch.dtype, device: torch.device
@@ -99,14 +88,12 @@ class HeadCall:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run under the call's autocast state; each run draws the same random numbers as the first run."""
-        with no_saved_tensor_hooks():
-            if self._first_run is not None:
-                with self._first_run.restored(), self._state.autocast_restored():
-                    yield
-                return
-            self._first_run = CallState(self.device, True, ()) if self._draws else None
-            with self._state.autocast_restored():
-                yield
+        first = self._first_run
+        if first is None and self._draws:
+            self._first_run = CallState(self.device, True, ())
+        random = nullcontext() if first is None else first.restored()
+        with no_saved_tensor_hooks(), random, self._state.autocast_restored():
+            yield
 
     def logits(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits ``[C, V]`` of a tile ``[C, H]``, with these as the trained parameters."""
@@ -130,8 +117,7 @@ class RowCall:
     """A call that treats each row of logits by itself, to be made with the rows of a tile.
 
     Args:
-        func: the function.
-        args, kwargs: its arguments, with `LogitsPlaceholder` in the place of the logits.
+        func, args, kwargs: the call, with `LogitsPlaceholder` in the place of the logits.
         lead: shape of the logits without their last dimension. A tensor among the arguments is the same for
             all rows, or has this shape and a dimension more.
         state: the autocast state in which the model made the call.
@@ -173,13 +159,11 @@ def layout_of(lead: Sequence[int], vocabulary: int, dtype: torch.dtype) -> torch
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """How logits are made from hidden states and the head's parameters.
+    """How logits are made, tile by tile, from a head's call and the row-wise calls (``steps``) that follow.
 
     Args:
-        call: the call of the head.
         layout: a tensor of `layout_of`, or a view of it that chooses rows.
         numbers: ``[N]``: the row of the hidden states for each row number of the layout; ``None``: the same.
-        steps: calls that are applied to the head's output, row by row.
     """
 
     call: HeadCall
@@ -189,23 +173,16 @@ class RowRecipe:
 
     @property
     def lead(self) -> torch.Size:
-        """The shape of the logits without the vocabulary."""
         return self.layout.shape[:-1]
 
     def copied(self) -> RowRecipe:
-        """Return the form of a contiguous copy."""
         if self.layout.select(-1, 0).is_contiguous() and self.lead.numel() == self.layout.stride(-1):
             return self
         fresh = layout_of(self.lead, self.layout.shape[-1], self.layout.dtype)
         return replace(self, layout=fresh, numbers=self._row_numbers())
 
     def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowRecipe:
-        """Return the form with one more step.
-
-        Args:
-            step: changes either the dtype or the number of entries of a row, at most.
-            vocabulary: number of entries of a row after it; ``None``: as before.
-        """
+        """Return the form with one more step, which changes the dtype or the size ``vocabulary`` of a row."""
         apart, dtype = self.layout.stride(-1), self.layout.dtype
         if vocabulary is None:
             vocabulary = self.layout.shape[-1]
@@ -246,7 +223,7 @@ class RowRecipe:
             function: called with the rows of each tile; ``None``: no values, and gradients of the logits.
             upstream: gradient of the values (or of the logits), ``[N, ..]``; ``None``: ones.
             hidden, parameters: hidden states, and the head's trained parameters.
-            wants_hidden: whether to compute the gradient of the hidden states.
+            wants_hidden: whether the hidden states need a gradient.
         """
         of_hidden = zero_sum(hidden) if wants_hidden else None
         flat = None if of_hidden is None else of_hidden.view(-1, hidden.shape[-1])
@@ -267,14 +244,13 @@ class RowRecipe:
         return values, [of_hidden, *totals]
 
     def _row_numbers(self) -> torch.Tensor:
-        """Return the row of the hidden states for each row of these logits, ``[N]``."""
         lead, numbers = self.layout.select(-1, 0), self.numbers
         if numbers is None:
             numbers = torch.arange(self.layout.stride(-1), device=self.call.device)
         return numbers.as_strided(lead.shape, lead.stride(), lead.storage_offset()).reshape(-1)
 
     def _tiles(self, hidden: torch.Tensor) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield each tile's place among the rows, its place in the flat hidden states, and that part."""
+        """Yield each tile's rows, their places in the flat hidden states, and that part of these."""
         flat, lead = hidden.detach().reshape(-1, hidden.shape[-1]), self.layout.select(-1, 0)
         in_order, start = self.numbers is None and lead.is_contiguous(), lead.storage_offset()
         order = None if in_order else self._row_numbers()
@@ -284,12 +260,11 @@ class RowRecipe:
             yield rows, at, flat[at]
 
     def _finished(self, logits: torch.Tensor, rows: slice, function: RowCall | None) -> torch.Tensor:
-        """Apply the steps, and then the function, to the head's output for a tile, ``[C, V]``."""
         for step in (*self.steps, function):
             logits = logits if step is None else step(logits, rows)
         return logits
 
-    def _linear_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _RunTile:
+    def _linear_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> Any:
         weight, bias = self.call.linear(parameters)
 
         def run(tile: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
@@ -308,7 +283,7 @@ class RowRecipe:
 
         return run
 
-    def _any_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> _RunTile:
+    def _any_tile(self, parameters: Sequence[torch.Tensor], totals: list[torch.Tensor]) -> Any:
         leaves = [item.detach().requires_grad_() for item in parameters]
 
         def run(tile: torch.Tensor, finish: Any, upstream: Any, wants_hidden: bool) -> Any:
@@ -324,18 +299,10 @@ class RowRecipe:
         return run
 
 
-_RunTile = Callable[[torch.Tensor, Any, Any, bool], Any]
-"""Runs a tile and its backward. Takes hidden states, the calls after the head as one function, the upstream
-gradient, and whether the hidden states need a gradient."""
-
-
 def _gradients(values: torch.Tensor, inputs: list[torch.Tensor], upstream: torch.Tensor | None) -> list[Any]:
     upstream = torch.ones_like(values) if upstream is None else upstream.to(values.dtype)
     return list(torch.autograd.grad(values, inputs, upstream, materialize_grads=True))
 
-
-AUTO_LEAST_TOKENS = 1024
-"""Fewer rows make slow products: each tile reads the head's weight, and reads and writes its gradient."""
 
 _aten = torch.ops.aten
 _ROW_WISE = (
@@ -353,16 +320,12 @@ NOT_CALLED = (
     "loss, TRL's trainers): switch that off, or leave tile_config.loss out"
 )
 
-ReportWhole = Callable[[str], None]
-"""Called with the reason why the logits are made whole in training after all."""
-
 
 def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
     """Return how many tokens make a tile under ``auto``.
 
-    The logits of a tile then take half as much memory as the hidden states of the batch. With what the loss
-    computes from them it is 14 bytes per bf16 logit, 3.5 times the hidden states. At least
-    `AUTO_LEAST_TOKENS`.
+    At least `AUTO_LEAST_TOKENS`, and so many that the logits of a tile take half as much memory as the hidden
+    states of the batch: with what the loss computes from them (14 bytes for a bf16 logit) 3.5 times as much.
     """
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
@@ -371,10 +334,9 @@ def tile_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, u
     """Run a head and the calls that follow it in tiles; return a function that restores its forward.
 
     Args:
-        head: a linear layer, or a module around one (adapters).
+        head: a linear layer, or a module around one (adapters), which ``model`` calls.
         tile: how many tokens make a tile.
         say: called with the reason if the logits are made whole in training.
-        model: the model that calls the head.
         unused: called with the reason if the first training forward of ``model`` does not call the head.
     """
     tiled = _TiledHead(head, tile, say)
@@ -408,19 +370,17 @@ class _TiledHead:
         self.called = False
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace the head's own forward: return logits ``[.., V]`` of hidden states ``[.., H]``."""
+        """Return logits ``[.., V]`` of hidden states ``[.., H]``, in place of the head's own forward."""
         reject_tracing()
         self.called = True
         module, own = self._head.module, self._head.run
-        if (
-            args
-            or kwargs
-            or type(hidden) not in (torch.Tensor, FakeTensor)
-            or hidden.dim() < 2
-            or not hidden.numel()
-        ):
+        known = not args and not kwargs and type(hidden) in (torch.Tensor, FakeTensor)
+        if not known or hidden.dim() < 2 or not hidden.numel():
             return own(hidden, *args, **kwargs)
-        rows = self._head.rows_of(hidden)
+        parts = (
+            module.input_parts if self._head.is_divided else 1
+        )  # whose rows a call multiplies on each rank
+        rows = int(hidden.shape[:-1].numel() * parts)
         if self._tile.tiles is not None:
             tokens = math.ceil(rows / self._tile.tiles)
         else:
@@ -437,7 +397,7 @@ class _TiledHead:
         trained = {name: item for name, item in module.named_parameters() if item.requires_grad}
         call = HeadCall(self._head, tuple(trained), tokens, dtype, hidden.device)
         form = RowRecipe(call, layout_of(hidden.shape[:-1], vocabulary, dtype))
-        return _shown(form, self._say, hidden, tuple(trained.values()))
+        return _shown(form, self._say, hidden, tuple(trained.values()), None)
 
     def _kind(self, hidden: torch.Tensor) -> tuple[int, torch.dtype]:
         """Return the size of the vocabulary and the dtype of logits, found by computing those of one row."""
@@ -457,7 +417,6 @@ class _TiledHead:
 
 
 def _why_whole(head: Head) -> str:
-    """Return why a head cannot run in tiles; empty if it can."""
     if any(hasattr(type(module), FSDP2_METHOD) for module in head.module.modules()):
         return "fully_shard on the head itself frees its weight after its call"
     if any(hasattr(item, "ds_id") for item in head.module.parameters()):
@@ -526,7 +485,6 @@ class TiledLogits(torch.Tensor):
 
 
 def _like(logits: TiledLogits, form: RowRecipe) -> TiledLogits:
-    """Return logits of the same call, outside of any graph."""
     made = TiledLogits(form, logits.say)
     made.hidden, made.parameters = logits.hidden, logits.parameters
     return made
@@ -549,17 +507,13 @@ def _shown(
     say: ReportWhole,
     hidden: torch.Tensor,
     parameters: tuple[torch.Tensor, ...],
-    parent: TiledLogits | None = None,
+    parent: TiledLogits | None,
 ) -> TiledLogits:
     """Return logits that are not computed, with an autograd node.
 
-    Args:
-        form: how they are made from the head's output.
-        say: called with the reason if they are made whole in training.
-        hidden, parameters: hidden states, and the head's trained parameters.
-        parent: logits that they derive from. Their node gets no gradient, but must run: DDP waits for it.
+    They derive from ``parent``, whose node gets no gradient but must run: DDP waits for it.
     """
-    with no_hooks():
+    with no_saved_tensor_hooks():
         shown: TiledLogits = _Show.apply(form, say, parent, hidden, *parameters)
     shown.hidden, shown.parameters = hidden, parameters
     return shown
@@ -570,12 +524,7 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        form: RowRecipe,
-        say: ReportWhole,
-        parent: Any,
-        hidden: torch.Tensor,
-        *parameters: torch.Tensor,
+        ctx: Any, form: RowRecipe, say: ReportWhole, parent: Any, hidden: torch.Tensor, *parameters: Any
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.form = form
@@ -595,12 +544,7 @@ class _RowValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        form: RowRecipe,
-        function: RowCall,
-        parent: Any,
-        hidden: torch.Tensor,
-        *parameters: torch.Tensor,
+        ctx: Any, form: RowRecipe, function: RowCall, parent: Any, hidden: torch.Tensor, *parameters: Any
     ) -> torch.Tensor:
         ctx.form, ctx.function = form, function
         ctx.save_for_backward(hidden, *parameters)
@@ -624,7 +568,7 @@ def _backward(ctx: Any, function: RowCall | None, upstream: torch.Tensor) -> lis
 
 
 class _Loss(torch.autograd.Function):
-    """Sum or mean of the values that a function returns for rows; forward computes the sum's gradients."""
+    """Sum or mean of a function's values for rows; forward computes the gradients of the sum."""
 
     @staticmethod
     def forward(
@@ -686,7 +630,7 @@ def _derived(logits: TiledLogits, form: RowRecipe) -> TiledLogits:
 def _row_values(logits: TiledLogits, form: RowRecipe, function: RowCall) -> torch.Tensor:
     if not _in_graph(logits):
         return form.values(function, logits.hidden, logits.parameters)
-    with no_hooks():
+    with no_saved_tensor_hooks():
         values: torch.Tensor = _RowValues.apply(form, function, logits, logits.hidden, *logits.parameters)
     return values
 
@@ -719,18 +663,15 @@ def _row_loss(logits: TiledLogits, func: Any, args: tuple[Any, ...], kwargs: dic
         return _row_values(logits, form, function).reshape(form.lead)
     if not _in_graph(logits):
         return reduce(form.values(function, logits.hidden, logits.parameters))[0]
-    with no_hooks():
+    with no_saved_tensor_hooks():
         return _Loss.apply(form, function, reduce, logits, logits.hidden, *logits.parameters)
 
 
-def _losses(func: Any, logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    losses: torch.Tensor = func(logits, target.squeeze(-1), reduction="none", **options)
-    return losses
+def _losses(func: Any, logits: torch.Tensor, target: torch.Tensor, **options: Any) -> Any:
+    return func(logits, target.squeeze(-1), reduction="none", **options)
 
 
 class _OpsOfCall(TorchDispatchMode):
-    """Collects the aten ops that a call makes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -741,16 +682,20 @@ class _OpsOfCall(TorchDispatchMode):
 
 
 def _traced(logits: TiledLogits, form: RowRecipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Trace what a function does with logits; return its result for ``form``, without computing them whole,
-    or ``NotImplemented``.
-    """
+    """Return what a function returns for logits of ``form``, not computed; else ``NotImplemented``."""
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     others = [item for item in tensors if not isinstance(item, TiledLogits)]
     layout, ops = form.layout.detach(), _OpsOfCall()
-    on_meta = tree_map_only(torch.Tensor, lambda item: _on_meta(item, layout), (args, kwargs))
+
+    def on_meta(item: torch.Tensor) -> torch.Tensor:
+        if isinstance(item, TiledLogits):
+            return layout
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+    meta_args, meta_kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
     try:
         with ops:
-            out = func(*on_meta[0], **on_meta[1])
+            out = func(*meta_args, **meta_kwargs)
     except Exception:  # the call with the logits themselves will raise it too
         return NotImplemented
     if not isinstance(out, torch.Tensor) or out is layout or not ops.calls:
@@ -773,12 +718,6 @@ def _traced(logits: TiledLogits, form: RowRecipe, func: Any, args: Any, kwargs: 
     if not fits or out.dim() > layout.dim() or out.shape[: len(lead)] != lead:
         return NotImplemented
     return _row_values(logits, form, call).reshape(out.shape)
-
-
-def _on_meta(item: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
-    if isinstance(item, TiledLogits):
-        return layout
-    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
 
 
 def _has_whole_rows(view: torch.Tensor, layout: torch.Tensor) -> bool:

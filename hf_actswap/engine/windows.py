@@ -12,9 +12,9 @@ share the link, and each has the rate that was measured with nothing else on the
 * **Windows that the user wrote** are obeyed. Their copies take their place in both queues, and no chosen copy
   delays them: a window that is too small stalls as much as it would alone.
 
-All of it is arithmetic; times are in ms. Memory peaks at the end of forward, where everything is released.
-Every byte that has left the device by then lowers the peak by one, whichever tensor it belongs to. So the
-best set is the one with the most bytes among the sets that fit both ways:
+Memory peaks at the end of forward, where everything is released. Every byte that has left the device by then
+lowers the peak by one, whichever tensor it belongs to. So the best set is the one with the most bytes among
+the sets that fit both ways:
 
 * **Out.** Copies run one after another in the order of saving. All have one deadline, the end of forward, so
   no other order is better. A set fits if each copy, started at max(previous finished, saved), ends by then.
@@ -33,8 +33,8 @@ of taking every tensor as it comes is kept until the link is full, so the loss i
 fit. Among equals the state whose copies out end first wins. It has early tensors, which backward needs last:
 nothing comes back while memory is at its peak.
 
-Operators are autograd nodes in order of creation (`schedule`): they rise through forward, and backward runs
-them falling. Times are in ms on one clock.
+Operators are autograd nodes in order of creation: they rise through forward, and backward runs them falling.
+Times are in ms on one clock.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Candidate:
 
     Args:
         size_bytes: bytes that a swap would move.
-        ready_op: first operator that saves it: the copy out can be enqueued there. The same operator is the
-            last to read it in backward.
-        consumer_op: first operator of backward that reads it: the highest one that saves it.
+        ready_op: first operator that saves it, where its copy out can be enqueued; the last to read it.
+        consumer_op: last operator that saves it, and the first of backward to read it.
         windows: windows that the user wrote, which are obeyed; ``None``: both windows are chosen.
     """
 
@@ -85,12 +84,9 @@ class Timeline:
     """When compute reaches each hook of a step in which nothing stalls.
 
     Args:
-        forward: (operator, ms) at each hook; the last entry is the end of forward, where everything that is
-            left is released. Operators rise; the last may repeat.
+        forward: (operator, ms) at each hook; operators rise. The last entry is the end of forward, where all
+            that is left is released; its operator may be that of the last hook.
         backward: (operator, ms) at each hook; operators fall. The last entry ends the step.
-
-    Raises:
-        ValueError: one of them is empty or out of order.
     """
 
     forward: tuple[tuple[int, float], ...]
@@ -108,18 +104,9 @@ class Timeline:
         if any(after[1] < before[1] for before, after in pairwise((*self.forward, *self.backward))):
             raise ValueError("times of a step must not fall")
 
-    @property
-    def forward_end_ms(self) -> float:
-        """When forward ends, in ms."""
-        return self.forward[-1][1]
-
 
 class HookTimes:
-    """Looks up which hook of a timeline carries out an action, and when.
-
-    Args:
-        timeline: hooks of forward and backward.
-    """
+    """Looks up which hook of a timeline carries out an action, and when."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._forward = timeline.forward[:-1]
@@ -128,7 +115,7 @@ class HookTimes:
         self._backward = timeline.backward
         self._backward_ops = [-op for op, _ in timeline.backward]
         self._backward_ms = [ms for _, ms in timeline.backward]
-        self._forward_end_ms = timeline.forward_end_ms
+        self._forward_end_ms = timeline.forward[-1][1]
         self.after_forward = max(timeline.forward[-1][0], self._ops[-1] + 1 if self._ops else 0)
         """An operator above all hooks of forward: a release due there happens at the end of forward."""
 
@@ -138,9 +125,7 @@ class HookTimes:
         return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
     def released_ms(self, ready_op: int, release_ops: int) -> float:
-        """Return when a release is carried out: at the first hook at or after its point, and after the hook
-        that enqueued the copy out.
-        """
+        """Return when a release happens: at the first hook at or after its point, after the copy's own."""
         at = max(bisect_left(self._ops, ready_op + release_ops), bisect_left(self._ops, ready_op) + 1)
         return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
@@ -156,13 +141,11 @@ class HookTimes:
         return self._backward_ms[at] if found else None
 
     def prefetched_ms(self, point: int) -> float:
-        """Return when a copy back is issued: at the last hook of backward at or before its point; at the
-        first hook if there is none.
-        """
+        """Return when a copy back is issued: at the last hook at or before its point, else at the first."""
         return self._backward_ms[max(bisect_right(self._backward_ops, -point) - 1, 0)]
 
     def prefetch_op(self, start_ms: float) -> int:
-        """Return the last hook of backward at or before a time; the first hook if there is none."""
+        """Return the last hook of backward at or before a time, or else the first."""
         return self._backward[max(bisect_right(self._backward_ms, start_ms) - 1, 0)][0]
 
 
@@ -171,14 +154,17 @@ class Decision:
     """What becomes of a candidate.
 
     Args:
-        swap: whether it is swapped at all.
-        windows: windows of the swap; ``None`` if it is kept.
-        reason: why it is kept; empty if it is swapped.
+        windows: windows of the swap; ``None``: it is kept.
+        reason: why it is kept, or swapped with windows that do not hide the copies.
     """
 
-    swap: bool
     windows: Windows | None
-    reason: str
+    reason: str = ""
+
+    @property
+    def swap(self) -> bool:
+        """Whether it is swapped at all."""
+        return self.windows is not None
 
 
 def choose_windows(
@@ -189,24 +175,17 @@ def choose_windows(
     safety: float = 1.1,
     most_release_ops: int = NEVER,
 ) -> tuple[Decision, ...]:
-    """Decide for each candidate whether it is swapped, and with which windows.
+    """Decide for each candidate whether it is swapped, and with which windows; the same on every rank.
 
-    The result depends on the arguments alone, so equal arguments give equal decisions on every rank.
+    Nothing stalls if the user wrote no windows and copies are at most ``safety`` times slower than ``link``.
 
     Args:
         candidates: in the order in which they are saved.
         timeline: compute without stalls.
         link: how fast copies are.
         host_bytes: most bytes swapped in all; candidates with windows of the user go first. ``None``: no cap.
-        safety: factor by which copies are taken to last longer than ``link`` says.
+        safety: factor by which copies are taken to last longer than ``link`` says, at least 1.
         most_release_ops: longest release window; the engine releases after so many operators at the latest.
-
-    Returns:
-        One decision for each candidate. Nothing stalls if the user wrote no windows and copies are at most
-        ``safety`` times slower than ``link``.
-
-    Raises:
-        ValueError: ``safety`` is below 1.
     """
     if safety < 1:
         raise ValueError(f"safety is a factor of at least 1, not {safety}")
@@ -220,18 +199,17 @@ def choose_windows(
     loads = Loads(queue, best_set(queue, host_left), host_left)
     for copy in sorted(queue, key=lambda copy: (-copy.size_bytes, copy.place)):
         if not copy.fixed and copy.index not in loads.chosen:
-            reason = loads.obstacle(copy)
-            if reason:
+            if reason := loads.obstacle(copy):
                 rejected[copy.index] = reason
             else:
                 loads = Loads(queue, loads.chosen | {copy.index}, host_left)
     prefetch_ops = _prefetches([copy for copy in queue if copy.index in loads.chosen], busy, timeline, hooks)
-    rejected.update({index: TOO_LATE_BACK for index in loads.chosen - prefetch_ops.keys()})
+    rejected.update(dict.fromkeys(loads.chosen - prefetch_ops.keys(), TOO_LATE_BACK))
     release_ops = _releases(queue, prefetch_ops.keys(), hooks)
     return tuple(
-        Decision(False, None, rejected[index])
+        Decision(None, rejected[index])
         if index in rejected
-        else Decision(True, candidate.windows or Windows(prefetch_ops[index], release_ops[index]), "")
+        else Decision(candidate.windows or Windows(prefetch_ops[index], release_ops[index]))
         for index, candidate in enumerate(candidates)
     )
 
@@ -240,10 +218,10 @@ class Rates(Protocol):
     """How long copies take."""
 
     def out_ms(self, size_bytes: int) -> float:
-        """Return the duration of a copy to the host."""
+        """To the host."""
 
     def in_ms(self, size_bytes: int) -> float:
-        """Return the duration of a copy back."""
+        """Back to the device."""
 
 
 def windows_of_all(
@@ -333,10 +311,7 @@ def _queue(
 
 
 def _tighten_deadlines(queue: Sequence[SwapCopy]) -> None:
-    """Set earlier deadlines for copies that run before a fixed copy, so that they do not delay it.
-
-    A fixed copy that would be complete before its release may be delayed until that release.
-    """
+    """Set earlier deadlines for copies before a fixed one, so that they do not delay it past its release."""
     fixed = [copy for copy in queue if copy.fixed]
     for copy, end_ms in zip(fixed, out_ends_ms(fixed), strict=True):
         copy.out_by_ms = max(copy.out_by_ms, end_ms)
@@ -350,7 +325,7 @@ def _tighten_deadlines(queue: Sequence[SwapCopy]) -> None:
 def _fixed_back(
     queue: Sequence[SwapCopy], candidates: Sequence[Candidate], hooks: HookTimes
 ) -> list[tuple[float, float]]:
-    """Return when, (from, to) in ms, the link copies fixed ones back if nothing else uses it."""
+    """Return the times, (from, to), at which the link alone would copy the fixed ones back."""
     issued = []
     for copy in queue:
         windows = candidates[copy.index].windows
@@ -367,10 +342,7 @@ def _fixed_back(
 def _prefetches(
     chosen: Sequence[SwapCopy], busy: Sequence[tuple[float, float]], timeline: Timeline, hooks: HookTimes
 ) -> dict[int, int]:
-    """Return the prefetch window of each chosen copy by index, in operators, as short as possible.
-
-    A copy that fits between fixed ones only in pieces is left out.
-    """
+    """Return the shortest prefetch window of each chosen copy that fits between fixed ones in one piece."""
     found: dict[int, int] = {}
     next_ms, ahead = math.inf, list(busy)
     for copy in sorted(chosen, key=lambda copy: (copy.consumer_op, -copy.place)):
@@ -385,7 +357,7 @@ def _prefetches(
 
 
 def _releases(queue: Sequence[SwapCopy], chosen: Collection[int], hooks: HookTimes) -> dict[int, int]:
-    """Return by index after how many operators each copy out is complete."""
+    """Return after how many operators each copy out is complete."""
     out = [copy for copy in queue if copy.fixed or copy.index in chosen]
     return {
         copy.index: hooks.release_op(end_ms - ROUNDING_MS) - copy.ready_op
@@ -402,9 +374,8 @@ class SwapCopy:
         place: its place in the queue of copies out.
         size_bytes, ready_op, consumer_op: as of the `Candidate`.
         fixed: whether the user wrote its windows, so that it is swapped in any case.
-        ready_ms: when the copy out may start.
+        ready_ms, out_by_ms: when the copy out may start, and when it must have ended.
         out_ms, in_ms: how long the copy out and the copy back take.
-        out_by_ms: when the copy out must have ended.
         read_ms: when backward reads it.
         link_time_ms: time on the link from the start of backward until ``read_ms``, without fixed copies.
     """
@@ -424,11 +395,9 @@ class SwapCopy:
 
 
 def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
-    """Return indexes of the set with the most bytes whose copies are hidden both ways, beside the fixed ones.
+    """Return the indexes of the set with the most bytes, up to ``host_bytes``, whose copies are hidden.
 
-    Args:
-        queue: candidates in order of ``place``.
-        host_bytes: the most bytes that the set may have.
+    Beside the fixed copies, and both ways. The queue is in order of ``place``.
     """
     limit = min(max(_SEARCH_STEPS // max(len(queue), 1), 32), 2048)
     host_binds = host_bytes < _most_bytes([copy for copy in queue if not copy.fixed])
@@ -443,11 +412,8 @@ def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
             done_ms = max(end_ms, copy.ready_ms) + copy.out_ms
             slack_ms = min(-minus_slack, copy.link_time_ms) - copy.in_ms
             size_bytes = copy.size_bytes - minus_bytes
-            if (
-                done_ms <= copy.out_by_ms + ROUNDING_MS
-                and slack_ms >= -ROUNDING_MS
-                and size_bytes <= host_bytes
-            ):
+            in_time = done_ms <= copy.out_by_ms + ROUNDING_MS and slack_ms >= -ROUNDING_MS
+            if in_time and size_bytes <= host_bytes:
                 taken.append((-size_bytes, done_ms, -slack_ms, len(parents)))
                 parents.append((at, copy.index))
         if taken:
@@ -460,7 +426,7 @@ def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
 
 
 def _most_bytes(queue: Sequence[SwapCopy]) -> float:
-    """Return an upper bound of the bytes that can be hidden: all, or those of a link that is never idle."""
+    """Return a bound of the bytes that can be hidden: all, or what a link carries that is never idle."""
     if not queue:
         return 0.0
     event_ms = max(copy.out_by_ms for copy in queue) - min(copy.ready_ms for copy in queue)
@@ -492,9 +458,9 @@ class Loads:
     """Both directions of the link under a set that fits, to test whether one more copy fits too.
 
     Args:
-        queue: candidates in order of ``place``.
-        chosen: indexes of the candidates that are swapped beside the fixed ones.
-        host_bytes: the most bytes that the chosen ones may have.
+        queue: in order of ``place``.
+        chosen: indexes of the copies that are swapped beside the fixed ones.
+        host_bytes: most bytes of these.
     """
 
     def __init__(self, queue: Sequence[SwapCopy], chosen: frozenset[int], host_bytes: float) -> None:
@@ -526,15 +492,8 @@ class Loads:
         return NO_HOST_MEMORY if copy.size_bytes > self._host_left else ""
 
 
-class QueuedCopy(Protocol):
-    """A copy out in its queue: when it may start, and how long it takes."""
-
-    ready_ms: float
-    out_ms: float
-
-
-def out_ends_ms(queue: Iterable[QueuedCopy]) -> list[float]:
-    """Return when each copy out ends, in ms; copies run one after another."""
+def out_ends_ms(queue: Iterable[SwapCopy]) -> list[float]:
+    """Return when each copy out ends; they run one after another."""
     ends: list[float] = []
     for copy in queue:
         ends.append(max(copy.ready_ms, ends[-1] if ends else -math.inf) + copy.out_ms)

@@ -115,19 +115,16 @@ def test_host_memory_is_never_passed(world: World, host_bytes: int) -> None:
 @settings(max_examples=400)
 def test_numbers_are_obeyed_and_stall_no_more_than_alone(world: World) -> None:
     decisions = world.choose()
-    alone = [
-        Decision(True, candidate.windows, "") if candidate.windows else Decision(False, None, "")
-        for candidate in world.candidates
-    ]
+    alone = [Decision(candidate.windows) for candidate in world.candidates]
     for candidate, decision in zip(world.candidates, decisions, strict=True):
         if candidate.windows:
-            assert decision == Decision(True, candidate.windows, "")
+            assert decision == Decision(candidate.windows)
     assert stall_ms(world.run(decisions)) <= stall_ms(world.run(alone)) + 1e-6
 
 
 def fits(world: World, chosen: Sequence[bool]) -> bool:
     """Whether a set stalls nowhere with the widest windows there are: an oracle that knows no solver."""
-    decisions = [Decision(swap, Windows(FOREVER, FOREVER) if swap else None, "") for swap in chosen]
+    decisions = [Decision(Windows(FOREVER, FOREVER) if swap else None) for swap in chosen]
     return stall_ms(world.run(decisions)) == 0.0
 
 
@@ -179,7 +176,7 @@ def test_the_best_choice_can_skip_what_comes_first() -> None:
 
 def relaxed_bytes(world: World) -> float:
     """What leaves by the turn if bytes were divisible and backward had time for everything."""
-    rate, forward_end_ms = world.link.out_bytes_per_ms, world.timeline.forward_end_ms
+    rate, forward_end_ms = world.link.out_bytes_per_ms, world.timeline.forward[-1][1]
     times = dict(world.timeline.forward)
     end_ms = moved = 0.0
     for candidate in sorted(world.candidates, key=lambda candidate: candidate.ready_op):
@@ -284,8 +281,8 @@ def test_windows_of_a_small_step() -> None:
     """15 bytes each. Out: 0 to 15, 15 to 30. Back: 65 to 80 for the read at 80, 75 to 90 for that at 90."""
     candidates = [Candidate(15, 0, 0), Candidate(15, 1, 1)]
     first, second = choose_windows(candidates, STEADY, EVEN, safety=1.0)
-    assert first == Decision(True, Windows(prefetch_ops=2, release_ops=2), "")  # at 70 ms; at 20 ms
-    assert second == Decision(True, Windows(prefetch_ops=2, release_ops=2), "")  # at 60 ms; at 30 ms
+    assert first == Decision(Windows(prefetch_ops=2, release_ops=2))  # at 70 ms; at 20 ms
+    assert second == Decision(Windows(prefetch_ops=2, release_ops=2))  # at 60 ms; at 30 ms
 
 
 def test_reads_that_follow_closely_bring_the_earlier_copy_forward() -> None:

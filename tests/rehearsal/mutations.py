@@ -235,8 +235,8 @@ MUTATIONS = (
         "a layer does not wait for its weights",
         _Weights,
         "settle",
-        "waited = copy.wait()",
-        "waited = None",
+        "copy.wait()",
+        "None",
         "frozen weights",
     ),
     Mutation(

@@ -130,8 +130,8 @@ class _Lengths:
             reasons = [*map(str, error.problems)]
         shape = replace(self._shape, tokens=found[TILED].tokens)
         return Answer(
-            lambda: self._document(shape, found, reasons),
-            lambda: self._shown(shape, found, reasons),
+            self._document(shape, found, reasons),
+            self._shown(shape, found, reasons),
             ok=any(item.tokens for item in found.values()),
         )
 

@@ -204,7 +204,7 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
     if written.parallel_config.runs_pipeline:
         with subject(asked.model, written) as seen:
             stages = answer_stages(asked, written, seen, step_shape(asked.step), fates_shown(asked))
-            return Answer(stages.document, stages.shown, stages.ok)
+            return Answer(stages.document(), stages.shown(), stages.ok)
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
@@ -236,15 +236,15 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
     if asked.compared:
         by_tp = {size: _or_why_not(of, size) for size in asked.compared}
         return Answer(
-            lambda: {"compare": [_compared_document(tp, found) for tp, found in by_tp.items()]},
-            lambda: _compared(by_tp),
+            {"compare": [_compared_document(tp, found) for tp, found in by_tp.items()]},
+            _compared(by_tp),
             ok=any(isinstance(found, SearchResult) for found in by_tp.values()),
         )
     recorded = None if asked.profile is None else read_profile(asked.profile)
     found = of(asked.tp, recorded)
     if asked.save is not None:
         _write(asked.save, found)
-    return Answer(lambda: _document(found, asked.save, recorded), lambda: _shown(found, asked, recorded))
+    return Answer(_document(found, asked.save, recorded), _shown(found, asked, recorded))
 
 
 def _left_to_swap(memory: MemoryConfig, found: AnalysedModel, step: StepShape) -> MemoryConfig:

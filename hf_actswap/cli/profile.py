@@ -345,7 +345,7 @@ def profile(
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
-        options.without_default(
+        typer.Option(
             "--layers",
             min=1,
             metavar="K",
@@ -354,7 +354,7 @@ def profile(
     ] = None,
     device: Annotated[
         str | None,
-        options.without_default(
+        typer.Option(
             "--device",
             parser=_device_or_this,
             metavar="NAME",
@@ -367,14 +367,12 @@ def profile(
     optimizer: options.Optimizer = "adamw",
     output: Annotated[
         str | None,
-        options.without_default(
+        typer.Option(
             "--output", "-o", metavar="FILE", help="File for the profile; hf-actswap plan --profile reads it."
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a step op by op, or compute it from shapes, for `plan --profile`."""
-
     def ask() -> Answer:
         here = _device_here(device)
         named = name_of(here) if here is not None else device_name(device)
@@ -406,10 +404,7 @@ def profile(
             "predicted": prediction_document(unplanned),
             "written_to": output,
         }
-        return Answer(
-            lambda: document,
-            lambda: _shown(found, step, made, measured_layers, costs, unplanned, output),
-        )
+        return Answer(document, _shown(found, step, made, measured_layers, costs, unplanned, output))
 
     answer("profile", as_json, ask)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -53,12 +53,13 @@ from .subject import DTYPES, AnalysedModel
 
 _USUAL = 4
 """Default number of micro-batches in a step, for each stage."""
-
 _TRIES = 4
 """Number of layouts that are tried for a better balance."""
-
 _WORTH = 0.005
 """Fraction of the step's time or of the highest peak that a better layout must save."""
+
+
+FateTable = Callable[[MemoryPlan, Profile], Table]
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,9 @@ class Stage:
     """Predicted time and memory of one stage.
 
     Args:
-        layers: indices of its layers.
-        plan: the plan of its layers.
         paper: the stage without its plan.
         alone: prediction of one micro-batch on it, as if there were no others.
         run: what the stage does in a step of all micro-batches.
-        peak_bytes: the most device memory in use.
         count: number of micro-batches of a step.
         states_bytes: the optimizer's states on the device.
         states_on_host_bytes: those on the host, kept or paged there.
@@ -94,7 +92,6 @@ class Stage:
 
     @property
     def fixed_bytes(self) -> int:
-        """Weights, gradients and the optimizer's states."""
         return _weights_and_gradients(self.paper.profile) + self.states_bytes
 
     @property
@@ -108,7 +105,6 @@ class Stage:
         return self.run.busy_ms / self.count
 
     def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {
             "layers": list(self.layers),
             "fixed_bytes": self.fixed_bytes,
@@ -132,12 +128,10 @@ def _weights_and_gradients(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class StagesAnswer:
-    """The answer with all stages of a pipeline. An `output.Answer`.
+    """The answer with all stages of a pipeline.
 
     Args:
-        asker: what was asked for: model, micro-batch, configuration; predicts other layouts.
-        parallel: the ``parallel_config`` section.
-        layout: which stage holds which layers.
+        asker: what was asked for; predicts other layouts.
         pipeline: the stages without plans.
         step: prediction of a step of all micro-batches.
         searched: whether fates were searched.
@@ -164,7 +158,6 @@ class StagesAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether each stage is within the budget."""
         return max(self.step.peaks_bytes) <= self.allocatable_bytes
 
     @cached_property
@@ -207,12 +200,11 @@ class StagesAnswer:
 
     @cached_property
     def better(self) -> StagesAnswer | None:
-        """The answer with another offset that balances the stages better; takes as long as a few answers."""
+        """The answer with another offset that balances the stages better: as slow as a few answers."""
         return self.asker.better(self)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in their order."""
         found = []
         for number, (paper, plan) in enumerate(zip(self.pipeline.stages, self.step.plans, strict=True)):
             alone = Simulator(paper.profile).predict(
@@ -227,11 +219,6 @@ class StagesAnswer:
         return tuple(found)
 
     @property
-    def offset(self) -> str:
-        """The number of layers of each stage, in the notation of ``parallel_config.offset``."""
-        return shown(self.layout.offset)
-
-    @property
     def waits(self) -> tuple[float, ...]:
         """For each stage, the fraction of a step in which it has no pass to run."""
         end_ms = max(run.ends_ms[-1] for run in self.step.runs)
@@ -242,8 +229,7 @@ class StagesAnswer:
         """The fraction of a step for which stages of equal size wait."""
         return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
+    def document(self) -> dict[str, Any]:
         return {
             "model": self.asker.found.document(),
             "step": self.asker.shape.document(),
@@ -264,14 +250,13 @@ class StagesAnswer:
             "better": None
             if self.better is None
             else {
-                "offset": self.better.offset,
+                "offset": shown(self.better.layout.offset),
                 "step_ms": self.better.step.step_ms,
                 "peaks_bytes": list(self.better.step.peaks_bytes),
             },
         }
 
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
+    def shown(self) -> Iterator[RenderableType]:
         memory, device_bytes = self.asker.memory, self.pipeline.stages[0].profile.device_bytes
         ranks = ranks_of_a_machine(self.asker.found, self.asker.shape)
         mode = f"; mode {memory.mode}" if self.searched else ""
@@ -291,7 +276,7 @@ class StagesAnswer:
         if self.better is not None:
             most = size_text(max(self.better.step.peaks_bytes))
             yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
-            yield f"  offset: {self.better.offset}"
+            yield f"  offset: {shown(self.better.layout.offset)}"
         for number, stage in enumerate(self.stages):
             if stage.plan.rows:
                 yield heading(f"Stage {number}: a micro-batch")
@@ -346,16 +331,13 @@ def _notes(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def answer_stages(
-    asked: PlanRequest, config: ActSwapConfig, found: AnalysedModel, shape: StepShape, table: Any
+    asked: PlanRequest, config: ActSwapConfig, found: AnalysedModel, shape: StepShape, table: FateTable
 ) -> StagesAnswer:
     """Return the answer of ``hf-actswap plan`` for a pipeline.
 
     Args:
-        asked: the arguments and options of the command.
-        config: the configuration; its ``parallel_config`` runs a pipeline.
-        found: the model.
         shape: batch, tokens and device of a micro-batch.
-        table: function of a plan and a profile that makes the table of fates.
+        table: makes the table of fates.
 
     Raises:
         PipelineError: the model cannot be divided into these stages.
@@ -367,23 +349,13 @@ def answer_stages(
     if problems := list(_problems(asked, config, count)):
         raise PlanError(problems, config.source)
     with busy(f"the layers of {found.described()}"):
-        form = StagedModel(
-            found.model, found.shape, layout_of(found.shape, parallel), 0, parallel.sequence_ranks
-        )
+        layout = layout_of(found.shape, parallel)
+        form = StagedModel(found.model, found.shape, layout, 0, parallel.sequence_ranks)
         _learn(form, shape)
-    asker = LayoutPredictor(
-        config,
-        found,
-        shape,
-        count,
-        form,
-        memory_in_force(
-            config, asked.budget_bytes, shape, ranks_of_a_machine(found, shape), asked.host_bytes
-        ),
-        table,
-        asked.host_bytes is not None or config.memory.host_memory_gib is not None,
-    )
-    return asker.answer(parallel)
+    ranks = ranks_of_a_machine(found, shape)
+    memory = memory_in_force(config, asked.budget_bytes, shape, ranks, asked.host_bytes)
+    written = asked.host_bytes is not None or config.memory.host_memory_gib is not None
+    return LayoutPredictor(config, found, shape, count, form, memory, table, written).answer(parallel)
 
 
 @dataclass(frozen=True)
@@ -391,11 +363,10 @@ class LayoutPredictor:
     """Predicts different layouts of one model.
 
     Args:
-        config, found, shape, table: see `answer_stages`.
         count: number of micro-batches of a step.
         form: the model in stages, after `record_layer_outputs`.
-        memory: the ``memory`` section to use.
-        host_is_written: whether it has a limit of host memory by the user.
+        memory: the ``memory`` section in force.
+        host_is_written: whether its limit of host memory is the user's.
     """
 
     config: ActSwapConfig
@@ -404,14 +375,13 @@ class LayoutPredictor:
     count: int
     form: StagedModel
     memory: MemoryConfig
-    table: Any
-    host_is_written: bool = False
+    table: FateTable
+    host_is_written: bool
 
     def answer(self, parallel: ParallelConfig, budget: int | None = None) -> StagesAnswer:
         """Predict the stages of a layout; search their fates if the configuration has a memory mode.
 
         Args:
-            parallel: the section ``parallel_config`` that gives the layout.
             budget: memory budget of each device, in bytes; ``None``: that of the ``memory`` section.
         """
         layout = layout_of(self.found.shape, parallel)
@@ -465,9 +435,8 @@ class LayoutPredictor:
 
     def better(self, answer: StagesAnswer) -> StagesAnswer | None:
         """Return an answer whose layers are balanced better, if one is found by moving layers one by one."""
-        best, left, tried = answer, _TRIES, {answer.layout.counts}
-        while left and (counts := next(_moved_counts(best, tried), None)) is not None:
-            left -= 1
+        best, tried = answer, {answer.layout.counts}
+        while len(tried) <= _TRIES and (counts := next(_moved_counts(best, tried), None)) is not None:
             tried.add(counts)
             try:
                 parallel = replace(answer.parallel, offset=PipelineLayout(counts).offset)
@@ -525,7 +494,7 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
 
 
 def _buffer_bytes(staged: StagedModel, shape: StepShape) -> int:
-    """Return the bytes of receive buffers for a micro-batch: inputs of chunks, gradients of their outputs."""
+    """Return the bytes received for a micro-batch: inputs of chunks, gradients of their outputs."""
     relay, tokens = staged.relay, -(-shape.tokens // staged.sequence_ranks)
     hidden_bytes = shape.sequences * tokens * relay.hidden_size * relay.dtype.itemsize
     return sum(hidden_bytes * ((not chunk.is_first) + (not chunk.is_last)) for chunk in staged.own_chunks)

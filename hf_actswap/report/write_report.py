@@ -10,11 +10,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from ..errors import Problem
 from ..plan.actions import format_scopes
 from ..planner.profile import Prediction
 from .console import folded_rows
@@ -22,6 +19,7 @@ from .pictures import (
     COLOURS,
     Chart,
     bytes_chart,
+    library,
     loss_chart,
     measured_curve,
     memory_chart,
@@ -33,7 +31,7 @@ from .pictures import (
     with_loss,
 )
 from .run_facts import ComparedQuantity, RunFacts, bytes_text, ms_text, prediction_of, run_facts
-from .run_files import RecordedRun, ReportError, RunDescription, read_run
+from .run_files import RecordedRun, RunDescription, read_run
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -45,13 +43,7 @@ _NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Picture:
-    """A section with a picture.
-
-    Args:
-        heading: heading of the section.
-        caption: text that says what the picture shows.
-        draw: returns the picture in a given width (px).
-    """
+    """A section with a picture, which is drawn in a given width (px)."""
 
     heading: str
     caption: str
@@ -60,34 +52,19 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A section with a table.
-
-    Args:
-        name: heading of the section.
-        head: headings of the columns.
-        rows: the cells.
-        numbers: how many of the last columns hold numbers.
-        remark: a sentence below.
-        chosen: index of the row that stands out; ``None``: none does.
-    """
+    """A section with a table."""
 
     name: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: int = 0
+    numbers: int = 0  # how many of the last columns hold numbers
     remark: str = ""
-    chosen: int | None = None
+    chosen: int | None = None  # index of the row that stands out
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """The files and numbers of a report that was written.
-
-    Args:
-        page: path of the HTML file.
-        pictures: paths of the PNG files.
-        facts: the numbers.
-    """
+    """The HTML file and PNG files of a report, and its numbers."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -119,12 +96,11 @@ def write_report(
     target = run.folder / PAGE if out is None else Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    files: list[Path] = []
+    files = {} if png_dir is None else {Path(png_dir) / f"{name}.png": chart for name, chart in wide.items()}
     if png_dir is not None:
         Path(png_dir).mkdir(parents=True, exist_ok=True)
-        for name, chart in wide.items():
-            files.append(Path(png_dir) / f"{name}.png")
-            chart.write_png(files[-1])
+    for path, chart in files.items():
+        chart.write_png(path)
     return WrittenReport(target, tuple(files), facts)
 
 
@@ -185,11 +161,7 @@ def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts
 
 
 def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, Chart]]) -> str:
-    try:
-        jinja2: Any = import_module("jinja2")
-    except ImportError:
-        hint = "pip install 'hf_actswap[report]'"
-        raise ReportError([Problem("report", "jinja2", "it is not installed", hint)]) from None
+    jinja2 = library("jinja2")
     about, safe = run.about, jinja2.utils.markupsafe.Markup
     below = [_compared_table(facts.compared), _trials_table(facts), _plan_table(run), _rejected_table(facts)]
     template = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))

@@ -32,9 +32,9 @@ from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limits_of
-from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
+from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage
 from ..planner.cost.simulate import Simulator
-from ..planner.profile import Prediction, Profile
+from ..planner.profile import Profile
 from ..planner.search.find_plan import plan_stages
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text, table_of
@@ -60,66 +60,6 @@ _WORTH = 0.005
 
 
 FateTable = Callable[[MemoryPlan, Profile], Table]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Predicted time and memory of one stage.
-
-    Args:
-        paper: the stage without its plan.
-        alone: prediction of one micro-batch on it, as if there were no others.
-        run: what the stage does in a step of all micro-batches.
-        count: number of micro-batches of a step.
-        states_bytes: the optimizer's states on the device.
-        states_on_host_bytes: those on the host, kept or paged there.
-    """
-
-    layers: tuple[int, ...]
-    plan: MemoryPlan
-    paper: SimulatedStage
-    alone: Prediction
-    run: StageRun
-    peak_bytes: int
-    count: int
-    states_bytes: int
-    states_on_host_bytes: int
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that a rank of the stage needs: what all micro-batches in flight have swapped."""
-        return math.ceil(self.paper.in_flight * self.alone.host_bytes) + self.states_on_host_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        return _weights_and_gradients(self.paper.profile) + self.states_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Activations that all micro-batches in flight keep."""
-        return int(self.paper.in_flight * self.alone.kept_bytes)
-
-    @property
-    def each_ms(self) -> float:
-        """Forward and backward of a micro-batch, with waits for copies."""
-        return self.run.busy_ms / self.count
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "layers": list(self.layers),
-            "fixed_bytes": self.fixed_bytes,
-            "in_flight": float(self.paper.in_flight),
-            "held_bytes": self.held_bytes,
-            "loss_bytes": self.paper.loss_bytes,
-            "buffer_bytes": self.paper.buffer_bytes,
-            "host_bytes": self.host_bytes,
-            "swapped_on_device_bytes": self.run.swapped_bytes,
-            "peak_bytes": self.peak_bytes,
-            "micro_batch_ms": self.each_ms,
-            "stall_ms": self.run.stall_ms / self.count,
-            "micro_batch": prediction_document(self.alone),
-            "plan": json.loads(self.plan.to_json()),
-        }
 
 
 def _weights_and_gradients(profile: Profile) -> int:
@@ -192,7 +132,7 @@ class StagesAnswer:
         """The host memory of a rank and of a machine; a machine has ranks of successive stages."""
         asker = self.asker
         of_a_stage = ranks_of_a_stage(asker.found, asker.shape)
-        by_rank = [stage.host_bytes for stage in self.stages for _ in range(of_a_stage)]
+        by_rank = [stage["host_bytes"] for stage in self.stages for _ in range(of_a_stage)]
         ranks = ranks_of_a_machine(asker.found, asker.shape)
         machines = [sum(by_rank[first : first + ranks]) for first in range(0, len(by_rank), ranks)]
         limit, is_written = asker.memory.host_memory_gib, asker.host_is_written
@@ -204,25 +144,34 @@ class StagesAnswer:
         return self.asker.better(self)
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        found = []
-        for number, (paper, plan) in enumerate(zip(self.pipeline.stages, self.step.plans, strict=True)):
-            alone = Simulator(paper.profile).predict(
-                plan, optimizer_states_moved=self.states_moved, curve=False
-            )
-            run, peak = self.step.runs[number], self.step.peaks_bytes[number]
-            states = paper.profile.optimizer_state_bytes
-            here, away = (0, states) if self.states_moved else (states, 0)
-            away += self.paged_bytes[number]
-            layers = self.layout.layers_of(number)
-            found.append(Stage(layers, plan, paper, alone, run, peak, self.pipeline.count, here, away))
-        return tuple(found)
+    def stages(self) -> list[dict[str, Any]]:
+        """The numbers of each stage, as JSON values."""
+        return [self._stage(number) for number in range(len(self.pipeline.stages))]
 
-    @property
-    def waits(self) -> tuple[float, ...]:
-        """For each stage, the fraction of a step in which it has no pass to run."""
-        end_ms = max(run.ends_ms[-1] for run in self.step.runs)
-        return tuple(1 - run.busy_ms / end_ms for run in self.step.runs)
+    def _stage(self, number: int) -> dict[str, Any]:
+        paper, plan, run = self.pipeline.stages[number], self.step.plans[number], self.step.runs[number]
+        # One micro-batch on it, as if there were no others.
+        alone = Simulator(paper.profile).predict(plan, optimizer_states_moved=self.states_moved, curve=False)
+        states = paper.profile.optimizer_state_bytes
+        here, away = (0, states) if self.states_moved else (states, 0)
+        swapped_bytes = math.ceil(paper.in_flight * alone.host_bytes)
+        count, end_ms = self.pipeline.count, max(run.ends_ms[-1] for run in self.step.runs)
+        return {
+            "layers": list(self.layout.layers_of(number)),
+            "fixed_bytes": _weights_and_gradients(paper.profile) + here,
+            "in_flight": float(paper.in_flight),
+            "held_bytes": int(paper.in_flight * alone.kept_bytes),
+            "loss_bytes": paper.loss_bytes,
+            "buffer_bytes": paper.buffer_bytes,
+            "host_bytes": swapped_bytes + away + self.paged_bytes[number],
+            "swapped_on_device_bytes": run.swapped_bytes,
+            "peak_bytes": self.step.peaks_bytes[number],
+            "micro_batch_ms": run.busy_ms / count,
+            "stall_ms": run.stall_ms / count,
+            "micro_batch": prediction_document(alone),
+            "plan": json.loads(plan.to_json()),
+            "waits_share": 1 - run.busy_ms / end_ms,
+        }
 
     @property
     def bubble(self) -> float:
@@ -230,6 +179,7 @@ class StagesAnswer:
         return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
     def document(self) -> dict[str, Any]:
+        better = self.better
         return {
             "model": self.asker.found.document(),
             "step": self.asker.shape.document(),
@@ -243,16 +193,12 @@ class StagesAnswer:
             "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
             "allocatable_bytes": self.allocatable_bytes,
-            "stages": [
-                {**stage.document(), "waits_share": waits}
-                for stage, waits in zip(self.stages, self.waits, strict=True)
-            ],
-            "better": None
-            if self.better is None
-            else {
-                "offset": shown(self.better.layout.offset),
-                "step_ms": self.better.step.step_ms,
-                "peaks_bytes": list(self.better.step.peaks_bytes),
+            "stages": self.stages,
+            "better": better
+            and {
+                "offset": shown(better.layout.offset),
+                "step_ms": better.step.step_ms,
+                "peaks_bytes": list(better.step.peaks_bytes),
             },
         }
 
@@ -277,10 +223,10 @@ class StagesAnswer:
             most = size_text(max(self.better.step.peaks_bytes))
             yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
             yield f"  offset: {shown(self.better.layout.offset)}"
-        for number, stage in enumerate(self.stages):
-            if stage.plan.rows:
+        for number, (plan, paper) in enumerate(zip(self.step.plans, self.pipeline.stages, strict=True)):
+            if plan.rows:
                 yield heading(f"Stage {number}: a micro-batch")
-                yield self.asker.table(stage.plan, stage.paper.profile)
+                yield self.asker.table(plan, paper.profile)
         yield ""
         yield from listed([*_notes(self.parallel), *assumptions(self.asker.found, self.asker.shape)])
         yield self._use_line()
@@ -299,15 +245,15 @@ class StagesAnswer:
         table = table_of(">Stage", "Layers", ">Fixed", ">In flight", ">Peak", ">Each", ">Waits")
         table.columns[0].no_wrap = False
         for number, stage in enumerate(self.stages):
-            over = " !" if stage.peak_bytes > self.allocatable_bytes else ""
+            over = " !" if stage["peak_bytes"] > self.allocatable_bytes else ""
             table.add_row(
                 str(number),
-                format_scopes(stage.layers),
-                size_text(stage.fixed_bytes),
-                f"{float(stage.paper.in_flight):g} x {size_text(stage.alone.kept_bytes)}",
-                f"{size_text(stage.peak_bytes)}{over}",
-                step_ms_text(stage.each_ms),
-                f"{self.waits[number]:.0%}",
+                format_scopes(stage["layers"]),
+                size_text(stage["fixed_bytes"]),
+                f"{stage['in_flight']:g} x {size_text(stage['micro_batch']['kept_bytes'])}",
+                f"{size_text(stage['peak_bytes'])}{over}",
+                step_ms_text(stage["micro_batch_ms"]),
+                f"{stage['waits_share']:.0%}",
             )
         return table
 

@@ -104,10 +104,13 @@ def limit_bytes(memory: MemoryConfig, device_bytes: int, budget_bytes: int) -> i
 
 def verdict_of(found: SearchResult) -> Verdict:
     """Return what the first line says of a search for one device."""
-    steps = (found.steps[name] for name in (PLANNED, NOTHING, EVERYTHING))
+    predicted = (found.steps[name] for name in (PLANNED, NOTHING, EVERYTHING))
+    step, free, checkpointed = (PredictedStep(one.peak_bytes, one.step_ms) for one in predicted)
     several = ranks_of_a_machine(found.subject, found.step) > 1
     return Verdict(
-        *(PredictedStep(step.peak_bytes, step.step_ms) for step in steps),
+        step,
+        free,
+        checkpointed,
         found.step.micro_batches * found.step.sequences * found.step.tokens,
         " a rank" if several else "",
         "",

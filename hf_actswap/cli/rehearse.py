@@ -120,7 +120,7 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
             process.send_signal(number)
 
     # A terminal sends Ctrl-C to the program too.
-    own = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
+    own: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
     before = {number: signal.signal(number, what) for number, what in own.items()}
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_actswap.cli import rehearse
+from hf_actswap.cli import rehearsal_report, rehearse
 from hf_actswap.cli.output import Answer
 from hf_actswap.cli.rehearsal_report import read_reports, rehearsed
 from hf_actswap.rehearsal import Options
@@ -203,6 +203,20 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert document["fits"] is False
     assert document["advice"]["plan"]["step"]["device"] == "A100-40"
     assert "What to change" not in text_of(rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
+
+
+def test_where_no_plan_fits_the_longest_sequence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, longest = rehearsal_report._ask, Answer({"longest": {"tiles": {"tokens": 4096}}}, [])
+    monkeypatch.setattr(
+        rehearsal_report, "_ask", lambda name, *more: longest if name == "longest" else ask(name, *more)
+    )
+    process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
+    process["subject"]["tokens"] = 2**22
+    found = rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
+    assert found.document["advice"]["plan"] is None
+    text = text_of(found)
+    assert "memory.budget_gib: expected at least" in text
+    assert "The longest sequence that fits, one in a batch: 4,096 (tiles) tokens." in text
 
 
 def test_a_planned_training_that_survived_is_given_no_advice() -> None:

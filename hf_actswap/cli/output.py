@@ -28,8 +28,6 @@ from ..errors import ActSwapError, Problem
 if TYPE_CHECKING:  # commands look at their options before torch is imported
     from ..engine.link import Link
 
-Document = Mapping[str, Any]
-
 _STDOUT, _STDERR = 1, 2  # file descriptors
 _YES = ("1", "ON", "YES", "TRUE")  # as in huggingface_hub, which takes long to import
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
@@ -40,12 +38,11 @@ class Answer:
     """What a command has to write: as JSON values, and as text and tables.
 
     Args:
-        shown: a generator, as a rule, so that only one of the two is made.
         ok: whether the exit code is 0: the user's input has no problems.
     """
 
-    document: Document
-    shown: Iterable[RenderableType]
+    document: Mapping[str, Any]
+    shown: Iterable[RenderableType]  # a generator, so that tables are made only if they are printed
     ok: bool = True
 
 

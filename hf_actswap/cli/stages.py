@@ -179,7 +179,12 @@ class StagesAnswer:
         return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
     def document(self) -> dict[str, Any]:
-        better = self.better
+        other = self.better
+        better = other and {
+            "offset": shown(other.layout.offset),
+            "step_ms": other.step.step_ms,
+            "peaks_bytes": list(other.step.peaks_bytes),
+        }
         return {
             "model": self.asker.found.document(),
             "step": self.asker.shape.document(),
@@ -194,12 +199,7 @@ class StagesAnswer:
             "budget_bytes": self.budget_bytes,
             "allocatable_bytes": self.allocatable_bytes,
             "stages": self.stages,
-            "better": better
-            and {
-                "offset": shown(better.layout.offset),
-                "step_ms": better.step.step_ms,
-                "peaks_bytes": list(better.step.peaks_bytes),
-            },
+            "better": better,
         }
 
     def shown(self) -> Iterator[RenderableType]:

@@ -82,9 +82,10 @@ def write_report(
     target = run.folder / PAGE if out is None else Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    files = {} if png_dir is None else {Path(png_dir) / f"{name}.png": chart for name, chart in wide.items()}
+    files: dict[Path, Chart] = {}
     if png_dir is not None:
         Path(png_dir).mkdir(parents=True, exist_ok=True)
+        files = {Path(png_dir) / f"{name}.png": chart for name, chart in wide.items()}
     for path, chart in files.items():
         chart.write_png(path)
     return WrittenReport(target, tuple(files), facts)

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..version import __version__
-from .output import write_line
 
 SUMMARIES = {
     "check": "List every error of a configuration for a model, and every request that is changed or ignored.",
@@ -25,12 +24,11 @@ SUMMARIES = {
     "rehearse": "Run a training script without its GPU: whether it fits, what memory holds, what to change.",
     "push": "Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published.",
 }
-"""The commands in the order of ``--help``, each with the first line of its docstring."""
+"""The commands and their help, in the order of ``--help``."""
 
 
 def command(name: str) -> Any:
     """Import a command's function and return it as a click command."""
-    # Each import takes what its command needs; torch alone takes seconds.
     function: Any
     match name:
         case "check":
@@ -53,12 +51,13 @@ def command(name: str) -> Any:
             from .push import push as function
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     # Words after the script are the script's own, also those that begin with `-`.
-    alone.command(name, context_settings={"allow_interspersed_args": name != "run"})(function)
+    words = {"allow_interspersed_args": name != "run"}
+    alone.command(name, help=SUMMARIES[name], context_settings=words)(function)
     return typer.main.get_command(alone)
 
 
 class Commands(TyperGroup):
-    """All commands of ``hf-actswap``, listed by name; one is imported when it runs or its help is shown."""
+    """Lists all commands; one is imported when it runs or its help is shown."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -66,7 +65,6 @@ class Commands(TyperGroup):
             self.add_command(TyperCommand(name, help=summary))
 
     def resolve_command(self, ctx: Any, args: Any) -> Any:
-        """Return the name, the command itself in place of its entry of the list, and the other words."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, command(str(name)), rest
 
@@ -91,7 +89,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        write_line(__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -18,30 +18,24 @@ from ..plan.tiles import tile_names
 from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
-from .options import ModelRequest, reject_quantize
-from .output import Answer, answer, heading, listed, problems_document, shown_problems
+from .options import AskedStep, ModelRequest, reject_quantize
+from .output import Answer, answer, heading, problems_document, shown_problems, titled
 from .plan import Adapters, Quantize, Shard
-from .plan_answer import autocast_of, fate_table, step_table
+from .plan_answer import fate_table, step_shape, step_table
 from .planned import PLANNED, comparison_steps, costly_fates_note, memory_in_force, planned
-from .step import StepShape, device_name, prediction_document, profile_of, ranks_of_a_machine
+from .step import StepShape, prediction_document, profile_of, ranks_of_a_machine
 from .subject import AnalysedModel, ModelError, subject, with_tp
 
 
 @dataclass
 class Checked:
-    """What ``check`` found; fields that a problem left unknown are empty.
-
-    Args:
-        source: the configuration, as the user named it.
-        strict: whether adjustments count as problems.
-    """
+    """What ``check`` found; fields that a problem left unknown are empty."""
 
     source: str
-    strict: bool
+    strict: bool  # whether adjustments count as problems
     problems: list[Problem] = field(default_factory=list)
     notes: Sequence[str] = ()
-    model: Mapping[str, Any] | None = None
-    described: str = ""
+    model: AnalysedModel | None = None
     plan: MemoryPlan | None = None
     policies: Sequence[RequestedPolicy] = ()
     step: StepShape | None = None
@@ -51,45 +45,41 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems, and, under ``strict``, no adjustments."""
         changed = self.plan is not None and bool(self.plan.adjustments)
         return not self.problems and not (self.strict and changed)
 
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
-        plan = self.plan
-        rows = [] if plan is None else [asdict(row) for row in plan.rows]
+    def document(self) -> dict[str, Any]:
+        plan = self.plan or MemoryPlan((), 0)
         return {
             "source": self.source,
             "problems": problems_document(self.problems),
-            "model": self.model,
+            "model": None if self.model is None else self.model.document(),
             "notes": list(self.notes),
-            "warnings": [] if plan is None else list(plan.warnings),
-            "adjustments": [] if plan is None else [asdict(adjustment) for adjustment in plan.adjustments],
-            "names": [_policy_document(requested) for requested in self.policies],
-            "rows": rows,
+            "warnings": list(plan.warnings),
+            "adjustments": [asdict(adjustment) for adjustment in plan.adjustments],
+            "names": [asdict(requested) for requested in self.policies],
+            "rows": [asdict(row) for row in plan.rows],
             "step": None if self.step is None else self.step.document(),
             "predicted": {name: prediction_document(step) for name, step in self.predicted.items()},
             "not_known": self.not_known,
         }
 
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
+    def shown(self) -> Iterator[RenderableType]:
         yield f"Configuration: {self.source}"
-        if self.described:
-            yield f"Model:         {self.described}"
+        if self.model is not None:
+            yield f"Model:         {self.model.described()}"
         if self.plan is not None:
-            yield from self._shown_plan(self.plan)
+            yield heading("Plan")
+            yield fate_table(self.plan, self.profile)
+            yield from titled("Names", map(_meaning, self.policies))
+            yield from titled("MindFormers' warnings", self.plan.warnings)
+            yield from titled("Requests that were changed", map(str, self.plan.adjustments))
         if self.predicted and self.step is not None:
             yield heading(f"Predicted step: {self.step.described()}")
             yield step_table(self.predicted)
             yield from costly_fates_note(self.predicted)
-        if self.not_known:
-            yield heading("Not known")
-            yield from listed([self.not_known])
-        if self.notes:
-            yield heading("Keys without effect")
-            yield from listed(self.notes)
+        yield from titled("Not known", [self.not_known] if self.not_known else [])
+        yield from titled("Keys without effect", self.notes)
         yield ""
         if self.problems:
             yield from shown_problems(self.problems, "")
@@ -97,19 +87,6 @@ class Checked:
             yield "No problems."
         else:
             yield "No problems, but requests were changed (--strict)."
-
-    def _shown_plan(self, plan: MemoryPlan) -> Iterable[RenderableType]:
-        yield heading("Plan")
-        yield fate_table(plan, self.profile)
-        if self.policies:
-            yield heading("Names")
-            yield from listed(_meaning(requested) for requested in self.policies)
-        if plan.warnings:
-            yield heading("MindFormers' warnings")
-            yield from listed(plan.warnings)
-        if plan.adjustments:
-            yield heading("Requests that were changed")
-            yield from listed(map(str, plan.adjustments))
 
 
 def check(
@@ -131,17 +108,13 @@ def check(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List every error of a configuration for a model, and every request that is changed or ignored."""
-
     asked = ModelRequest(model, dtype, lora, quantize)
     reject_quantize(asked, tp)
 
     def ask() -> Answer:
         found = Checked(config, strict)
         if seq is not None:
-            found.step = StepShape(
-                batch, seq, device_name(device), autocast_of(autocast), optimizer, sharding=shard
-            )
+            found.step = step_shape(AskedStep(batch, seq, device, autocast, optimizer, sharding=shard))
         read: ActSwapConfig | ConfigError
         try:
             read = with_tp(load_config(config), tp)
@@ -154,22 +127,22 @@ def check(
                 _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems
-        return Answer(found.document, found.shown, found.ok)
+        return Answer(found.document(), found.shown(), found.ok)
 
     answer("check", as_json, ask)
 
 
-def _look(found: Checked, looked_at: AnalysedModel, config: ActSwapConfig | ConfigError) -> None:
+def _look(found: Checked, model: AnalysedModel, config: ActSwapConfig | ConfigError) -> None:
     """Fill ``found`` from a model and a configuration; for a malformed one, add the model's problems."""
-    found.model, found.described = looked_at.document(), looked_at.described()
-    if not looked_at.shape.functions_known:
-        found.not_known = f"Ops inside modules cannot be named: {looked_at.shape.why_not}."
+    found.model = model
+    if not model.shape.functions_known:
+        found.not_known = f"Ops inside modules cannot be named: {model.shape.why_not}."
     if isinstance(config, ConfigError):
-        found.problems[:] = with_problems_of_model(config, looked_at.shape).problems
+        found.problems[:] = with_problems_of_model(config, model.shape).problems
         return
     found.notes = config.notes
-    plan = resolve_plan(config, looked_at.shape)
-    found.plan, found.policies = plan, requested_policies(config, looked_at.shape)
+    found.plan = plan = resolve_plan(config, model.shape)
+    found.policies = requested_policies(config, model.shape)
     in_stages = config.parallel_config.runs_pipeline
     found.problems += [
         Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
@@ -177,22 +150,22 @@ def _look(found: Checked, looked_at: AnalysedModel, config: ActSwapConfig | Conf
         if not in_stages
     ]
     if plan.streamed is not None:
-        found.problems += problems_of_model(looked_at.model, looked_at.shape)
+        found.problems += problems_of_model(model.model, model.shape)
         found.not_known = "Bytes and times of a streamed sequence are not predicted."
     if in_stages and found.step is not None:
         found.not_known = "Bytes and times are those of stages: hf-actswap plan shows them."
     if found.step is None or plan.streamed is not None or in_stages:
         return
     try:
-        found.profile = profile_of(looked_at, found.step, plan.tiles)
+        found.profile = profile_of(model, found.step, plan.tiles)
     except ModelError as error:  # no mistake of the user: the configuration is valid
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return
     if config.memory.mode == "off":
         found.predicted = comparison_steps(found.profile, plan)
         return
-    memory = memory_in_force(config, None, found.step, ranks_of_a_machine(looked_at, found.step))
-    best = planned(looked_at, found.step, config, memory, found.profile)
+    memory = memory_in_force(config, None, found.step, ranks_of_a_machine(model, found.step))
+    best = planned(model, found.step, config, memory, found.profile)
     steps = dict(best.steps)
     tiles = "" if best.chosen_tiles is None else f", in tiles: {tile_names(best.plan.tiles)}"
     step = steps.pop(PLANNED)  # shown last
@@ -212,10 +185,3 @@ def _meaning(requested: RequestedPolicy) -> str:
         for layers, paths in by_layers.items()
     )
     return f"{requested}. It means {meant}."
-
-
-def _policy_document(requested: RequestedPolicy) -> dict[str, Any]:
-    return {
-        **asdict(requested),
-        "targets": {path: list(layers) for path, layers in requested.targets.items()},
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -34,22 +34,25 @@ _PACKAGES = ("transformers", "accelerate", "datasets", "huggingface_hub", "scipy
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def _shown(found: Mapping[str, Any], links: Sequence[Link | None]) -> Iterable[RenderableType]:
+def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     table = Table.grid(padding=(0, 2))
     for name, version in found["versions"].items():
         table.add_row(name, version or "not installed")
     table.add_row("machine", found["machine"])
     table.add_row("driver", found["driver"] or "none")
-    for index, (device, link) in enumerate(zip(found["devices"], links, strict=True)):
+    for index, device in enumerate(found["devices"]):
         beside = "" if device["numa_node"] is None else f", NUMA node {device['numa_node']}"
         table.add_row(f"device {index}", f"{device['name']}, {size_text(device['memory_bytes'])}{beside}")
-        if link is not None:
-            table.add_row("  link", link_text(link))
+        if device["link"] is not None:
+            table.add_row("  link", link_text(Link(**device["link"])))
     if not found["devices"]:
         table.add_row("devices", "none: training would run on the CPU")
     table.add_row("processors", f"{found['cpus']}, {found['numa_nodes'] or 1} NUMA node(s)")
-    host = found["host_available_bytes"], found["host_per_rank_bytes"]
-    table.add_row("host memory", _host_text(*host))
+    host = "unknown"
+    if found["host_per_rank_bytes"] is not None:
+        free, share = size_text(found["host_available_bytes"]), size_text(found["host_per_rank_bytes"])
+        host = f"{free} free; a rank may take {share} for swap"
+    table.add_row("host memory", host)
     table.add_row("page-locked", found["locked_memory"])
     yield table
 
@@ -60,15 +63,11 @@ def env(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show versions, devices, host memory and, if asked, the speed of the link between them."""
     answer("env", as_json, lambda: _environment(link))
 
 
 def _environment(measures_link: bool) -> Answer:
-    """Describe this machine; measuring links takes 128 MiB of page-locked memory."""
     available, ranks = available_bytes(), ranks_on_this_machine()
-    devices = [_device(index) for index in range(_count())]
-    links = [measure_link(device) if measures_link else None for device in devices]
     document = {
         "versions": {
             "hf_actswap": __version__,
@@ -78,14 +77,14 @@ def _environment(measures_link: bool) -> Answer:
         },
         "machine": f"{platform.system()} {platform.machine()}",
         "driver": _driver(),
-        "devices": [_device_facts(device, link) for device, link in zip(devices, links, strict=True)],
+        "devices": [_facts(device, measures_link) for device in _devices()],
         "cpus": len(usable_cpus()),
         "numa_nodes": len(list((SYS / "devices" / "system" / "node").glob("node[0-9]*"))),
         "host_available_bytes": available,
         "host_per_rank_bytes": budget_bytes(None, ranks, available),
         "locked_memory": locked_memory_limit(),
     }
-    return Answer(lambda: document, lambda: _shown(document, links))
+    return Answer(document, _shown(document))
 
 
 def _version_of(package: str) -> str | None:
@@ -104,27 +103,18 @@ def _driver() -> str | None:
     return f"NVIDIA {found[1]}" if found else None
 
 
-def _count() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+def _devices() -> Iterator[torch.device]:
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        yield from (torch.device(kind.type, at) for at in range(torch.accelerator.device_count()))
 
 
-def _device(index: int) -> torch.device:
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None  # `_count` found one
-    return torch.device(kind.type, index)
-
-
-def _device_facts(device: torch.device, link: Link | None) -> dict[str, Any]:
+def _facts(device: torch.device, measures_link: bool) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "name": device.type if properties is None else properties.name,
         "memory_bytes": 0 if properties is None else properties.total_memory,
         "numa_node": node_of(device),  # None: unknown, or there is only one node
-        "link": None if link is None else asdict(link),
+        # This takes 128 MiB of page-locked memory.
+        "link": asdict(measure_link(device)) if measures_link else None,
     }
-
-
-def _host_text(available: int | None, per_rank: int | None) -> str:
-    if available is None or per_rank is None:
-        return "unknown"
-    return f"{size_text(available)} free; a rank may take {size_text(per_rank)} for swap"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from ..plan.resolve import RequestedPolicy, requested_policies
 from ..plan.rules import LayerNames
 from . import options
 from .options import ModelRequest
-from .output import Answer, answer, heading, listed, size_text
+from .output import Answer, answer, heading, listed, size_text, titled
 from .plan_answer import windows_text
 from .step import StepShape, profile_of, saved_by_op
 from .subject import AnalysedModel, subject, with_tp
@@ -36,16 +36,12 @@ class Explained:
     """The explanation of one op of one layer.
 
     Args:
-        op_path: path of the op in the layer.
-        fate: fate of the tensors that the op produces.
         row: row of the plan that decides the fate; ``None``: no row names the op.
         policies: entries of the configuration that name the op or a module around it, the strongest first.
-        adjustments: adjustments of the plan that concern the op.
-        alternatives: changes of the configuration that would give it another fate.
         saved_bytes: bytes of its tensors that autograd saves without a plan; ``None``: not computed.
     """
 
-    op_path: str
+    op: str
     fate: Fate
     row: PlanRow | None
     policies: Sequence[RequestedPolicy]
@@ -53,37 +49,22 @@ class Explained:
     alternatives: Sequence[Alternative]
     saved_bytes: int | None
 
-    def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        values = {key: value for key, value in asdict(self).items() if key != "op_path"}
-        return {"op": self.op_path, **values}
 
-
-def _explanation(layer: Scope, model: str, ops: Sequence[Explained], mode: str) -> Iterable[RenderableType]:
+def _explanation(layer: Scope, model: str, ops: Sequence[Explained], mode: str) -> Iterator[RenderableType]:
     yield f"Model: {model}"
-    for op in ops:
-        place = f"layer {layer}" if isinstance(layer, int) else str(layer)
-        name = op.op_path or "everything"
-        rest = any(other.op_path != op.op_path and is_below(other.op_path, op.op_path) for other in ops)
-        yield heading(f"{place}, {name}{' (but for the ops above)' if rest else ''}: {op.fate}")
-        yield FATES[op.fate]
-        if op.saved_bytes is not None:
-            yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
-        yield from listed([_deciding(op.row, op.op_path, mode)])
-        yield heading("Requests that name it, the strongest first")
-        yield from listed(
-            [
-                f"{requested}{'' if requested.asked == op.fate else f' (not applied: {op.fate})'}"
-                for requested in op.policies
-            ]
-            or ["none"]
-        )
-        if op.adjustments:
-            yield heading("Requests that were changed, and why")
-            yield from listed(map(str, op.adjustments))
-        if op.alternatives:
-            yield heading("What would change it")
-            yield from listed(map(str, op.alternatives))
+    place = f"layer {layer}" if isinstance(layer, int) else str(layer)
+    for one in ops:
+        name, fate = one.op or "everything", one.fate
+        rest = any(other.op != one.op and is_below(other.op, one.op) for other in ops)
+        yield heading(f"{place}, {name}{' (but for the ops above)' if rest else ''}: {fate}")
+        yield FATES[fate]
+        if one.saved_bytes is not None:
+            yield f"Autograd saves {size_text(one.saved_bytes)} of it without a plan."
+        yield from listed([_deciding(one.row, one.op, mode)])
+        requests = [f"{it}{'' if it.asked == fate else f' (not applied: {fate})'}" for it in one.policies]
+        yield from titled("Requests that name it, the strongest first", requests or ["none"])
+        yield from titled("Requests that were changed, and why", map(str, one.adjustments))
+        yield from titled("What would change it", map(str, one.alternatives))
 
 
 def explain(
@@ -105,8 +86,6 @@ def explain(
     tp: options.Tp = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say why an op of a layer is kept, swapped or recomputed, and what would change it."""
-
     def ask() -> Answer:
         read = with_tp(load_config(config), tp)
         with subject(ModelRequest(model, dtype), read) as found:
@@ -122,30 +101,23 @@ def _explained(
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
     asked = _paths(shape, scope, op)
-    paths = list(dict.fromkeys(path for one in asked for path in _with_rows_below(plan, shape, scope, one)))
-    policies = requested_policies(config, shape)
+    paths = dict.fromkeys(path for one in asked for path in _with_rows_below(plan, shape, scope, one))
+    policies = requested_policies(config, shape) if isinstance(scope, int) else ()
     profile = None if step is None else profile_of(found, step, plan.tiles)
-    ops = []
-    for path in paths:
-        row = plan.row(scope, path)
-        ops.append(
-            Explained(
-                op_path=path,
-                fate=plan.fate(scope, path),
-                row=row,
-                policies=[
-                    requested
-                    for requested in policies
-                    if isinstance(scope, int) and requested.names(scope, path)
-                ],
-                adjustments=[item for item in plan.adjustments if _concerns(item, shape, scope, path)],
-                alternatives=alternatives(config, shape, plan, scope, path) if isinstance(scope, int) else (),
-                saved_bytes=None if profile is None else saved_by_op(profile, scope, path),
-            )
+    ops = [
+        Explained(
+            op=path,
+            fate=plan.fate(scope, path),
+            row=plan.row(scope, path),
+            policies=[it for it in policies if isinstance(scope, int) and it.names(scope, path)],
+            adjustments=[item for item in plan.adjustments if _concerns(item, shape, scope, path)],
+            alternatives=_alternatives(config, shape, plan, scope, path) if isinstance(scope, int) else [],
+            saved_bytes=None if profile is None else saved_by_op(profile, scope, path),
         )
-    document = {"layer": scope, "asked": op, "ops": [one.document() for one in ops]}
-    model = found.described()
-    return Answer(lambda: document, lambda: _explanation(scope, model, ops, config.memory.mode))
+        for path in paths
+    ]
+    document = {"layer": scope, "asked": op, "ops": [asdict(one) for one in ops]}
+    return Answer(document, _explanation(scope, found.described(), ops, config.memory.mode))
 
 
 def _scope(text: str, structure: ModelStructure) -> Scope:
@@ -205,26 +177,19 @@ def _deciding(row: PlanRow | None, path: str, mode: str) -> str:
     below = f"everything below {name}" if row.op_path else "all of it"
     around = "" if row.op_path == path else f" It covers {below}."
     windows = windows_text(row)
-    when = f", prefetch/release {windows} operators" if windows and windows != "auto" else ""
+    when = f", prefetch/release {windows} operators" if windows else ""
     when = ", windows chosen from measured times" if windows == "auto" else when
     return f"Decided by the row of {name}: {row.fate}{when}.{around}"
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change of the configuration, and the fate that it gives the op.
-
-    Args:
-        fate: the fate that the change requests.
-        change: the text to write into the configuration.
-        got: the fate that the op gets; empty: the configuration is rejected.
-        because: why ``got`` is not ``fate``; empty if it is.
-    """
+    """A change of the configuration that requests a fate, and the fate that the op gets."""
 
     fate: str
     change: str
-    got: str
-    because: str = ""
+    got: str  # empty: the configuration is rejected
+    because: str = ""  # why it is not the requested one
 
     def __str__(self) -> str:
         if self.got == self.fate:
@@ -233,24 +198,16 @@ class Alternative:
         return f"{self.fate}: not by {self.change}; {self.got or 'rejected'}{reason}"
 
 
-def alternatives(
+def _alternatives(
     config: ActSwapConfig, structure: ModelStructure, plan: MemoryPlan, layer: int, op_path: str
-) -> tuple[Alternative, ...]:
+) -> list[Alternative]:
     """Return one change of the configuration for each fate that the op does not have.
 
     Each change is tried: the changed configuration is resolved as a whole.
-
-    Args:
-        config: the configuration; it fits the model.
-        structure: layers and ops of the model.
-        plan: the plan of the configuration.
-        layer, op_path: layer and path of the op; ``""`` is the whole layer.
     """
     now = plan.fate(layer, op_path)
     found = []
     for fate, change, document in _changes(config, structure, layer, op_path, now):
-        if fate == now:
-            continue
         try:
             other = resolve_plan(load_config(document), structure)
         except ActSwapError as error:
@@ -260,7 +217,7 @@ def alternatives(
         known = set(plan.adjustments)
         new = [item.reason for item in other.adjustments if item not in known and layer in item.layers]
         found.append(Alternative(fate, change, got, "" if got == fate else "; ".join(dict.fromkeys(new))))
-    return tuple(found)
+    return found
 
 
 def _changes(
@@ -284,11 +241,8 @@ def _changes(
 def _to_swap(
     config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return text and document that swap an op; with swap on already, its layer leaves recomputation too.
-
-    Only then do the keys of recomputation name layers by index.
-    """
     document = config.to_dict()
+    # Only with swap on do the keys of recomputation name layers by index.
     taken = _out_of_recompute(document, config, structure, layer, op_path) if config.swap_config.swap else []
     left_out = f"layer {layer} left out of {', '.join(taken)}, and " if taken else ""
     section = document.setdefault("swap_config", {})
@@ -325,13 +279,9 @@ def _out_of_recompute(
 
 
 def _to_recompute(config: ActSwapConfig, layer: int, op_path: str) -> tuple[str, dict[str, Any]]:
-    """Return text and document that recompute an op.
-
-    With swap on, the keys take layer indices; else a number of first layers.
-    """
     document = config.to_dict()
     section = document.setdefault("recompute_config", {})
-    swap = config.swap_config.swap
+    swap = config.swap_config.swap  # then the keys take layer indices, else a number of first layers
     if not op_path:
         before = section.get("recompute", False)
         also = before if swap and isinstance(before, list) else []
@@ -349,7 +299,6 @@ def _to_keep(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield fate, text and document of a change that takes the layer out of each swap entry of the op."""
     document, changed = config.to_dict(), []
-    count = len(structure.layers)
     for key, wholes in (("op_swap", False), ("layer_swap", True)):
         rules = document.get("swap_config", {}).get(key) or []
         for requested in requested_policies(config, structure):
@@ -357,7 +306,7 @@ def _to_keep(
             if not inside or wholes != (not requested.op_name) or not requested.names(layer, op_path):
                 continue
             rule = rules[int(requested.where.rpartition("[")[2].rstrip("]"))]
-            layers = range(count) if rule["layers"] is True else rule["layers"]
+            layers = range(len(structure.layers)) if rule["layers"] is True else rule["layers"]
             rule["layers"] = [other for other in layers if other != layer]
             changed.append(f"{requested.where}.layers")
     if changed:

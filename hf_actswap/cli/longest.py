@@ -9,7 +9,7 @@ arithmetic (`stream.chunked_step`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -63,14 +63,12 @@ class Longest:
     """The longest step that fits with a configuration.
 
     Args:
-        tokens: length of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
-        step: the predicted step; if ``tokens`` is 0, that of the shortest sequence, or the shortest one that
-            is streamed.
+        tokens: a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
+        step: if ``tokens`` is 0, that of the shortest sequence, or the shortest one that is streamed.
         parts: what its peak consists of.
-        host_bytes: host memory that it needs for swapped or streamed tensors and for an optimizer's states
-            that are paged or wait there.
+        host_bytes: for swapped or streamed tensors, and for optimizer states that are paged or wait there.
         ends: which memory is closer to its limit, so that no longer sequence fits.
-        config: the configuration, as YAML.
+        config: as YAML.
     """
 
     tokens: int
@@ -81,7 +79,6 @@ class Longest:
     config: str
 
     def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {
             **prediction_document(self.step),
             "tokens": self.tokens,
@@ -93,24 +90,14 @@ class Longest:
 
 
 def answer_longest(asked: PlanRequest) -> Answer:
-    """Return the answer of ``plan --longest``.
-
-    Raises:
-        ActSwapError: the model does not run on fake tensors; the error says why.
-    """
+    """Return the answer of ``plan --longest``."""
     config = with_tp(load_config(None), asked.tp)
     with subject(asked.model, config) as found:
         return _Lengths(found, asked, config).answer()
 
 
 class _Lengths:
-    """Predicts steps of one model at many sequence lengths.
-
-    Args:
-        found: the model.
-        asked: the command's options: device, host memory and how the model is trained.
-        config: the configuration whose ``parallel_config`` and ``memory`` sections apply.
-    """
+    """Predicts steps of one model at many lengths, under the configuration's parallel and memory sections."""
 
     def __init__(self, found: AnalysedModel, asked: PlanRequest, config: ActSwapConfig) -> None:
         self._found, self._config, self._host = found, config, asked.host_bytes
@@ -129,11 +116,8 @@ class _Lengths:
         except ModelError as error:  # some masks cannot be analysed on fake tensors
             reasons = [*map(str, error.problems)]
         shape = replace(self._shape, tokens=found[TILED].tokens)
-        return Answer(
-            lambda: self._document(shape, found, reasons),
-            lambda: self._shown(shape, found, reasons),
-            ok=any(item.tokens for item in found.values()),
-        )
+        ok = any(item.tokens for item in found.values())
+        return Answer(self._document(shape, found, reasons), self._shown(shape, found, reasons), ok)
 
     def _document(
         self, shape: StepShape, found: Mapping[str, Longest], not_streamed: Sequence[str]
@@ -152,7 +136,7 @@ class _Lengths:
 
     def _shown(
         self, shape: StepShape, found: Mapping[str, Longest], not_streamed: Sequence[str]
-    ) -> Iterable[RenderableType]:
+    ) -> Iterator[RenderableType]:
         yield f"Model:  {self._found.described()}"
         yield f"Step:   {shape.described()}"
         fragments = self._budget_bytes - self._allocatable_bytes
@@ -228,10 +212,8 @@ class _Lengths:
         return INPUTS_SWAPPED + RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
 
     def _longest_of_all(self, text: str) -> Longest:
-        """Return the longest step; where none fits, with states on the host, then with a step in backward.
-
-        That is what ``preference: auto`` stands for: these cost time, and so are not tried before.
-        """
+        """Return the longest step; where none fits, with states on the host, then with a step in backward."""
+        # That is what `preference: auto` stands for: these cost time, and so are not tried before.
         first, held_bytes = self._longest(text), self._states_bytes + self._paged_bytes
         has_room = self._host is None or held_bytes <= self._host
         places = [STATES_MOVED] if self._states_bytes and has_room else []
@@ -249,7 +231,6 @@ class _Lengths:
             return predict(profile, plan, optimizer_states_moved=shape.states_leave)
 
         def over_bytes(tokens: int) -> int:
-            """Return the bytes by which a step exceeds device or host memory, the larger of the two."""
             step = step_of(tokens)
             over = step.peak_bytes - self._allocatable_bytes
             if self._host is None or not step.host_bytes:  # a shorter sequence needs no less
@@ -294,8 +275,7 @@ def longest_of(over_bytes: Callable[[int], int]) -> int:
     ends when that length is known already.
 
     Args:
-        over_bytes: returns the bytes by which a length exceeds memory, rising with the length; 0 or less: it
-            fits.
+        over_bytes: returns the bytes by which a length exceeds memory; rises with the length.
     """
     known = {_FIRST_TOKENS: over_bytes(_FIRST_TOKENS)}
     other = _FIRST_TOKENS * 2 if known[_FIRST_TOKENS] <= 0 else _FIRST_TOKENS // 4

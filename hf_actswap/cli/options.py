@@ -1,13 +1,10 @@
-"""Options that several commands have.
-
-The options of ``hf-actswap plan`` as dataclasses, readable without importing torch.
-"""
+"""Options that several commands have, and those of ``hf-actswap plan`` as dataclasses, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -30,21 +27,21 @@ PaperOptimizerName = Literal[
 ]
 """Names of transformers' ``optim`` where it has one; ``adamw`` is its default, ``adamw_torch_fused``."""
 QuantizeName = Literal["4bit", "8bit"]
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 def tokens(text: str) -> int:
-    """Return the number of tokens that an option says, as in ``8192`` or ``8k`` (`tokens_of`)."""
+    """Read a number of tokens, as in ``8192`` or ``8k``."""
     return _read(tokens_of, str(text))  # a default comes as it is
 
 
 def size(text: str) -> int:
-    """Return the size in bytes that an option says, as in ``40GB`` or ``24GiB`` (`bytes_of`)."""
+    """Read a size in bytes, as in ``40GB`` or ``24GiB``."""
     return _read(bytes_of, text)
 
 
 def device_named(text: str) -> str:
-    """Return the name of a known kind of device, or the user's own numbers for a device unchanged."""
+    """Read the name of a known kind of device; a user's own numbers stay as they are."""
     if "=" in text:
         _read(own_device, text)
     elif device_kind(text) is None:
@@ -52,16 +49,11 @@ def device_named(text: str) -> str:
     return device_kind(text) or text
 
 
-def _read(how: Callable[[str], Value], text: str) -> Value:
+def _read(how: Callable[[str], _Value], text: str) -> _Value:
     try:
         return how(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def without_default(*names: str, **settings: Any) -> Any:
-    """Return a `typer.Option` whose help shows no default; its text says what happens without it."""
-    return typer.Option(*names, show_default=False, **settings)
 
 
 Config = Annotated[
@@ -69,18 +61,15 @@ Config = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="A YAML or JSON file, a folder with actswap_config.yaml, or a Hub id (org/name\\[@revision]).",
-        show_default=False,
     ),
 ]
 ModelName = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
-    ),
+    typer.Argument(metavar="MODEL", help="A folder of a model, its config.json, or a Hub id."),
 ]
 Model = Annotated[
     str,
-    without_default(
+    typer.Option(
         "--model",
         "-m",
         metavar="M",
@@ -90,7 +79,7 @@ Model = Annotated[
 ]
 Seq = Annotated[
     int | None,
-    without_default(
+    typer.Option(
         "--seq",
         parser=tokens,
         metavar="N",
@@ -100,21 +89,21 @@ Seq = Annotated[
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch.")]
 Dtype = Annotated[
     DtypeName | None,
-    without_default("--dtype", help="Type of the weights. Default: that of the model's config."),
+    typer.Option("--dtype", help="Type of the weights. Default: that of the model's config."),
 ]
 Autocast = Annotated[
     AutocastName | None,
-    without_default("--autocast", help="Mixed precision (the Trainer's bf16, fp16)."),
+    typer.Option("--autocast", help="Mixed precision (the Trainer's bf16, fp16)."),
 ]
 TrlAutocast = Annotated[
     AskedAutocastName | None,
-    without_default(
+    typer.Option(
         "--autocast", help="Mixed precision. Default: bf16, as in TRL; none: the weights' own type."
     ),
 ]
 Device = Annotated[
     str | None,
-    without_default(
+    typer.Option(
         "--device",
         parser=device_named,
         metavar="NAME",
@@ -130,26 +119,19 @@ Optimizer = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    without_default("--tp", min=1, metavar="N", help="tensor_parallel_size in place of the configuration's."),
+    typer.Option("--tp", min=1, metavar="N", help="tensor_parallel_size in place of the configuration's."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
-
 PREDICTED = "predicted"
 """Section of a plan's file by which ``--save`` recognises its own files."""
-
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data-parallel ranks shard: states, gradients and weights by ZeRO's stages.
-
-    Args:
-        name: ``zero1``, ``zero2``, ``zero3`` or ``fsdp``.
-        ranks: number of ranks, at least 1.
-    """
+    """``zero1``, ``zero2``, ``zero3`` or ``fsdp``, over how many data-parallel ranks."""
 
     name: str
     ranks: int
@@ -170,16 +152,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Lora:
-    """Settings of LoRA adapters, for `peft.LoraConfig`.
-
-    Args:
-        r: rank of the adapters.
-        targets: names of modules, or ``("all-linear",)``; empty: PEFT's own choice for the family.
-        dropout: dropout of the adapters' input, at least 0 and below 1.
-    """
+    """Settings of LoRA adapters, for `peft.LoraConfig`."""
 
     r: int
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # or ("all-linear",); empty: PEFT's own choice for the family
     dropout: float = 0.0
 
     @classmethod
@@ -203,10 +179,9 @@ class ModelRequest:
 
     Args:
         name: a path or a Hub id.
-        dtype: type of its weights; ``None``: that of its configuration.
-        lora: adapters; only they are trained. ``None``: all weights are trained.
+        dtype: ``None``: that of its configuration.
+        lora: only adapters are trained; ``None``: all weights are.
         quantize: how the base model's linear layers are stored; ``None``: in ``dtype``.
-        trust_remote_code: whether code of the model's own repository may run.
     """
 
     name: str
@@ -217,11 +192,7 @@ class ModelRequest:
 
 
 def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
-    """Reject ``--quantize`` of weights that are trained, or divided.
-
-    Raises:
-        typer.BadParameter: they are.
-    """
+    """Reject ``--quantize`` of weights that are trained, or divided."""
     if model.quantize is not None and (model.lora is None or (ranks or 1) > 1):
         raise typer.BadParameter(
             "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
@@ -230,11 +201,7 @@ def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
 
 @dataclass(frozen=True)
 class AskedStep:
-    """The options of the command line that describe the step; ``None``: not given.
-
-    Args:
-        sequences, tokens, device, autocast, optimizer, gradient_dtype, sharding: see `step.StepShape`.
-    """
+    """The options that describe the step, as in `step.StepShape`; ``None``: not given."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -247,21 +214,17 @@ class AskedStep:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All arguments and options of ``hf-actswap plan``.
-
-    ``compared`` is ``--compare``, numbers of tensor-parallel ranks. ``host_bytes`` is the most host memory of
-    a rank, ``micro_batches`` is for a pipeline.
-    """
+    """All arguments and options of ``hf-actswap plan``."""
 
     model: ModelRequest
-    config: str | None
-    step: AskedStep
-    profile: str | None
-    budget_bytes: int | None
-    tp: int | None
-    compared: tuple[int, ...]
-    save: str | None
-    windows: bool
-    full: bool
-    host_bytes: int | None = None
+    config: str | None = None
+    step: AskedStep = AskedStep()
+    profile: str | None = None
+    budget_bytes: int | None = None
+    tp: int | None = None
+    compared: tuple[int, ...] = ()  # numbers of tensor-parallel ranks
+    save: str | None = None
+    windows: bool = False
+    full: bool = False
+    host_bytes: int | None = None  # of a rank
     micro_batches: int | None = None

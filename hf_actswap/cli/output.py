@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +28,6 @@ from ..errors import ActSwapError, Problem
 if TYPE_CHECKING:  # commands look at their options before torch is imported
     from ..engine.link import Link
 
-Document = Mapping[str, Any]
-
 _STDOUT, _STDERR = 1, 2  # file descriptors
 _YES = ("1", "ON", "YES", "TRUE")  # as in huggingface_hub, which takes long to import
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
@@ -36,48 +35,40 @@ _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has to write.
+    """What a command has to write: as JSON values, and as text and tables.
 
     Args:
-        document: returns it as JSON values.
-        shown: yields it as text and tables.
         ok: whether the exit code is 0: the user's input has no problems.
     """
 
-    document: Callable[[], Document]
-    shown: Callable[[], Iterable[RenderableType]]
+    document: Mapping[str, Any]
+    shown: Iterable[RenderableType]  # a generator, so that tables are made only if they are printed
     ok: bool = True
 
 
-def write_line(text: str) -> None:
-    """Write one line to stdout unchanged."""
-    _console().print(Text(text), soft_wrap=True)
-
-
 def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
-    """Run a command's function, write its answer, and end the command with its exit code.
-
-    Args:
-        command: name of the command.
-        as_json: whether to write one JSON document instead of text.
-        ask: returns the answer; if it raises an `ActSwapError`, its problems are the answer.
-
-    Raises:
-        typer.Exit: always; with code 1 if the user's input has problems.
-    """
+    """Write what ``ask`` returns, or the problems of an `ActSwapError` of it, and end the command."""
     try:
         with _stdout_kept_clean():
             found = ask()
     except ActSwapError as error:
-        found = rejected(error.problems, [*shown_problems(error.problems, error.subject)])
+        found = rejected(error.problems, shown_problems(error.problems, error.subject))
     if as_json:
-        document = {"command": command, "ok": found.ok, **found.document()}
-        write_line(json.dumps(document, indent=1))
+        typer.echo(json.dumps({"command": command, "ok": found.ok, **found.document}, indent=1))
     else:
-        console = _console()
-        for part in found.shown():
-            console.print(part)
+        print_parts(found.shown)
     raise typer.Exit(0 if found.ok else 1)
+
+
+def print_parts(parts: Iterable[RenderableType], stderr: bool = False) -> None:
+    """Print text and tables."""
+    console = _console(stderr)  # a new one each time: a caller may have replaced `sys.stdout`
+    for part in parts:
+        console.print(part)
+
+
+def _console(stderr: bool) -> Console:
+    return Console(stderr=stderr, highlight=False, markup=False)
 
 
 @contextmanager
@@ -86,7 +77,7 @@ def busy(what: str) -> Iterator[None]:
 
     On a terminal it is a moving bar that disappears; elsewhere one line, as the work may take a minute.
     """
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = _console(stderr=True)
     if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _YES:
         yield
         return
@@ -116,19 +107,9 @@ def _stdout_kept_clean() -> Iterator[None]:
             os.close(own)
 
 
-def _console() -> Console:
-    """Return a new console for each use, because a caller may replace ``sys.stdout`` between two uses."""
-    return Console(highlight=False, markup=False)
-
-
-def error_console() -> Console:
-    """Return a console for what is no answer, on stderr."""
-    return Console(stderr=True, highlight=False, markup=False)
-
-
-def rejected(problems: Sequence[Problem], shown: Sequence[RenderableType]) -> Answer:
+def rejected(problems: Sequence[Problem], shown: Iterable[RenderableType]) -> Answer:
     """Return the answer of a command that stopped at these problems."""
-    return Answer(lambda: {"problems": problems_document(problems)}, lambda: shown, ok=False)
+    return Answer({"problems": problems_document(problems)}, shown, ok=False)
 
 
 def problems_document(problems: Iterable[Problem]) -> list[dict[str, str]]:
@@ -136,7 +117,7 @@ def problems_document(problems: Iterable[Problem]) -> list[dict[str, str]]:
     return [asdict(problem) for problem in problems]
 
 
-def shown_problems(problems: Sequence[Problem], subject: str) -> Iterable[RenderableType]:
+def shown_problems(problems: Sequence[Problem], subject: str) -> Iterator[RenderableType]:
     """Yield problems for people, a paragraph each."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     yield Text(f"{count} in the {subject}:" if subject else f"{count}:", style="bold red")
@@ -152,38 +133,37 @@ def folded_by_layer(lines: Iterable[str]) -> list[str]:
 
 
 def listed(lines: Iterable[str]) -> Iterable[RenderableType]:
-    """Yield lines as a list that wraps under its own text."""
-    for line in lines:
-        yield Bullet(line)
+    """Return lines as a list that wraps under its own text."""
+    return map(_Bullet, lines)
+
+
+def titled(title: str, lines: Iterable[str]) -> Iterator[RenderableType]:
+    """Yield a heading and lines as a list; nothing without lines."""
+    if found := list(lines):
+        yield heading(title)
+        yield from listed(found)
 
 
 def heading(text: str) -> RenderableType:
-    """Return a heading, an empty line before it."""
+    """Return a heading with an empty line before it."""
     return Text(f"\n{text}", style="bold")
 
 
-class Bullet:
-    """A list item: a paragraph after a dash, wrapped at words so that names stay whole where possible."""
+@dataclass(frozen=True)
+class _Bullet:
+    """A paragraph after a dash, wrapped at words so that names stay whole where possible."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    text: str
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        width = max(options.max_width - 4, 20)
-        lines = Text(self._text).wrap(console, width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        lines = Text(self.text).wrap(console, max(options.max_width - 4, 20))
         for number, line in enumerate(lines):
             line.rstrip()
-            yield Text(f"{'  - ' if number == 0 else '    '}{line.plain}")
+            yield Text(f"{'    ' if number else '  - '}{line.plain}")
 
 
 def table_of(*columns: str, **settings: Any) -> Table:
-    """Return a table without rows.
-
-    Args:
-        columns: headers of the columns; a column of numbers, which are aligned to the right, begins with
-            ``>``. Others fold.
-        settings: further settings of the table.
-    """
+    """Return a table without rows; a column of numbers, which are aligned to the right, begins with ``>``."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, **settings)
     for name in columns:
         if name.startswith(">"):
@@ -195,10 +175,8 @@ def table_of(*columns: str, **settings: Any) -> Table:
 
 def size_text(size_bytes: int) -> str:
     """Return bytes as text in the largest binary unit (up to GiB) in which the number is at least 1."""
-    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+    unit_bytes, unit = pick_unit_and_suffix(size_bytes, ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes / unit_bytes:.2f} {unit}"
 
 
 def step_ms_text(milliseconds: float) -> str:
@@ -213,11 +191,6 @@ def op_ms_text(milliseconds: float) -> str:
 
 def link_text(link: Link) -> str:
     """Return the rates of a link to the host as text."""
-    rates = (
-        link.out_bytes_per_ms,
-        link.in_bytes_per_ms,
-        link.out_beside_in_bytes_per_ms,
-        link.in_beside_out_bytes_per_ms,
-    )
-    out, back, out_both, back_both = (rate / 1e6 for rate in rates)
-    return f"{out:.1f} GB/s out, {back:.1f} back, {out_both:.1f} and {back_both:.1f} at once"
+    out, back = link.out_bytes_per_ms / 1e6, link.in_bytes_per_ms / 1e6
+    both = f"{link.out_beside_in_bytes_per_ms / 1e6:.1f} and {link.in_beside_out_bytes_per_ms / 1e6:.1f}"
+    return f"{out:.1f} GB/s out, {back:.1f} back, {both} at once"

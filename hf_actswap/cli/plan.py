@@ -25,25 +25,21 @@ from .output import answer
 
 Config = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[CONFIG]",
-        help="Its fates stay as they are; its `memory` section applies.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="[CONFIG]", help="Its fates stay as they are; its `memory` section applies."),
 ]
 Seq = Annotated[
     int | None,
-    options.without_default(
+    typer.Option(
         "--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Default: 4096."
     ),
 ]
 Batch = Annotated[
     int | None,
-    options.without_default("--batch", min=1, metavar="N", help="Sequences of a micro-batch. Default: 1."),
+    typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch. Default: 1."),
 ]
 ProfileFile = Annotated[
     str | None,
-    options.without_default(
+    typer.Option(
         "--profile",
         metavar="FILE",
         help="Plan from a profile of hf-actswap profile or of a training, for the step that it recorded.",
@@ -51,7 +47,7 @@ ProfileFile = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    options.without_default(
+    typer.Option(
         "--budget",
         "--budget-gib",
         parser=options.size,
@@ -62,7 +58,7 @@ Budget = Annotated[
 ]
 Optimizer = Annotated[
     PaperOptimizerName | None,
-    options.without_default(
+    typer.Option(
         "--optimizer",
         help="Optimizer that runs: its states, and what its step allocates. Default: adamw (fused), 2 values "
         "per weight in its type.",
@@ -70,13 +66,13 @@ Optimizer = Annotated[
 ]
 GradDtype = Annotated[
     DtypeName | None,
-    options.without_default(
+    typer.Option(
         "--grad-dtype", help="Type of the gradients until the optimizer's step. Default: that of the weights."
     ),
 ]
 Shard = Annotated[
     Sharding | None,
-    options.without_default(
+    typer.Option(
         "--shard",
         parser=Sharding.read,
         metavar="fsdp=N",
@@ -85,7 +81,7 @@ Shard = Annotated[
 ]
 Adapters = Annotated[
     Lora | None,
-    options.without_default(
+    typer.Option(
         "--lora",
         parser=Lora.read,
         metavar="r=16",
@@ -94,9 +90,7 @@ Adapters = Annotated[
 ]
 Quantize = Annotated[
     QuantizeName | None,
-    options.without_default(
-        "--quantize", help="How the base's linear layers are stored with --lora (QLoRA)."
-    ),
+    typer.Option("--quantize", help="How the base's linear layers are stored with --lora (QLoRA)."),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
@@ -114,7 +108,7 @@ Longest = Annotated[
 ]
 HostMemoryGib = Annotated[
     float | None,
-    options.without_default(
+    typer.Option(
         "--host-memory-gib",
         min=0,
         metavar="N",
@@ -124,7 +118,7 @@ HostMemoryGib = Annotated[
 ]
 MicroBatches = Annotated[
     int | None,
-    options.without_default(
+    typer.Option(
         "--micro-batches",
         min=1,
         metavar="N",
@@ -134,11 +128,11 @@ MicroBatches = Annotated[
 ]
 Compare = Annotated[
     str | None,
-    options.without_default("--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks."),
+    typer.Option("--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks."),
 ]
 Save = Annotated[
     str | None,
-    options.without_default(
+    typer.Option(
         "--save", metavar="FILE", help="Write the plan for training: actswap=FILE, or memory.plan_file."
     ),
 ]
@@ -170,7 +164,6 @@ def plan(
     save: Save = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find what to keep, swap and recompute within a budget, and predict the step."""
     compared = _sizes(compare) if compare is not None else ()
     if save is not None:
         _reject_overwriting(save)

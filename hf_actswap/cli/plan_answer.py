@@ -1,14 +1,11 @@
-"""The answer of ``hf-actswap plan``: what the planner would do, computed without a GPU and without weights.
-
-Its tables fit into 80 columns: fates with bytes, and predicted steps one below the other.
-"""
+"""The answer of ``hf-actswap plan``: what the planner would do, computed without GPU and weights."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace, load_config
+from ..config import ActSwapConfig, MemoryConfig, WeightsPlace, load_config
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
@@ -46,7 +43,6 @@ from .plan_summary import (
     budget_text,
     host_need,
     output_note,
-    states_document,
     states_note,
     use_line,
     verdict_of,
@@ -85,6 +81,7 @@ _OPS = 6
 def _document(
     found: SearchResult, saved_to: str | None = None, recorded: ProfileFile | None = None
 ) -> dict[str, Any]:
+    tiles = found.chosen_tiles
     return {
         "model": found.subject.document(),
         "step": found.step.document(),
@@ -92,7 +89,10 @@ def _document(
         "budget_bytes": found.budget_bytes,
         "allocatable_bytes": found.allocatable_bytes,
         "tokens_per_s": verdict_of(found).tokens_per_s,
-        "optimizer_states": states_document(found),
+        "optimizer_states": {
+            "place": "host" if found.states_moved else "device",
+            "kept_ms": found.kept_states_ms,
+        },
         "host_memory": host_need(found).document(),
         "profile": None if recorded is None else recorded.path,
         "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
@@ -100,12 +100,12 @@ def _document(
         "assumed": list(assumptions(found.subject, found.step)),
         "weights": {"place": found.step.weights, "why": found.weights_why},
         "saved_to": saved_to,
-        "chosen_tiles": None if found.chosen_tiles is None else _tile_document(found.chosen_tiles),
+        "chosen_tiles": None if tiles is None else ActSwapConfig(tile_config=tiles).to_dict()["tile_config"],
         "plan": json.loads(found.plan.to_json()),
     }
 
 
-def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None) -> Iterable[RenderableType]:
+def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None) -> Iterator[RenderableType]:
     ranks = ranks_of_a_machine(found.subject, found.step)
     fragment_bytes = found.budget_bytes - found.allocatable_bytes
     budget = budget_text(found.memory, found.budget_bytes, found.profile.device_bytes, ranks, fragment_bytes)
@@ -115,7 +115,7 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
     yield f"Step:   {found.step.described()}"
     yield f"Budget: {budget}; mode {found.memory.mode}"
     yield heading("Plan")
-    yield fates_shown(asked)(found.plan, found.profile)
+    yield _fates_shown(asked)(found.plan, found.profile)
     yield from states_note(found)
     yield from weights_note(found)
     if found.chosen_tiles is not None:
@@ -155,7 +155,7 @@ def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[Rend
         if isinstance(found, ActSwapError):
             table.add_row(str(tp), "", "no plan", "", "", "", "")
             continue
-        step, told = found.prediction, communication_of(found)
+        step, told = found.prediction, _communication_of(found)
         added_ms = 0.0 if told is None else told.added_ms
         table.add_row(
             str(tp),
@@ -171,7 +171,7 @@ def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[Rend
         if isinstance(found, ActSwapError):
             yield heading(f"tp={tp}")
             yield from listed(folded_by_layer(map(str, found.problems)))
-    yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
+    yield f"\n{_communication_note(_fabric_of(known[0]) if known else None)}"
     if known:
         yield from listed(assumptions(known[0].subject, known[0].step))
 
@@ -179,15 +179,13 @@ def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[Rend
 def _compared_document(tp: int, found: SearchResult | ActSwapError) -> dict[str, Any]:
     if isinstance(found, ActSwapError):
         return {"tp": tp, "problems": problems_document(found.problems)}
-    return {"tp": tp, **_document(found), "communication": communication_document(communication_of(found))}
+    told = _communication_of(found)
+    told_document = None if told is None else {"source": "data sheet", **asdict(told)}
+    return {"tp": tp, **_document(found), "communication": told_document}
 
 
 def answer_plan(asked: PlanRequest) -> Answer:
-    """Return the answer of ``hf-actswap plan``.
-
-    Raises:
-        ActSwapError: there is no plan; the error says why.
-    """
+    """Return the answer of ``hf-actswap plan``; an `ActSwapError` says why there is no plan."""
     written = with_tp(load_config(asked.config), asked.tp)
     if written.stream_config.tokens != "off":
         raise PlanError([_STREAMED], written.source)
@@ -200,18 +198,16 @@ def answer_plan(asked: PlanRequest) -> Answer:
 
 
 def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
-    """Return the answer for a configuration in which ``--tp`` stands; raises `BudgetError` if none fits."""
     if written.parallel_config.runs_pipeline:
         with subject(asked.model, written) as seen:
-            stages = answer_stages(asked, written, seen, step_shape(asked.step), fates_shown(asked))
-            return Answer(stages.document, stages.shown, stages.ok)
+            stages = answer_stages(asked, written, seen, step_shape(asked.step), _fates_shown(asked))
+            return Answer(stages.document(), stages.shown(), stages.ok)
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
-        place = wanted.memory.weights
-        if place == "auto" and recorded is None:
+        if wanted.memory.weights == "auto" and recorded is None:
             return with_weights_placed(lambda place: at(wanted, place, None))
-        return at(wanted, "host" if place == "host" else "keep", recorded)
+        return at(wanted, "host" if wanted.memory.weights == "host" else "keep", recorded)
 
     def at(wanted: ActSwapConfig, place: WeightsPlace, recorded: ProfileFile | None) -> SearchResult:
         wanted = replace(wanted, memory=replace(wanted.memory, weights=place))
@@ -228,31 +224,31 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
             room = _left_to_swap(memory, found, step)
             profile = None if recorded is None else recorded.profile
             result = planned(found, step, wanted, room, profile, asked.full)
-            memory = replace(memory, preference=result.memory.preference)
-            result = replace(result, memory=memory)
+        memory = replace(memory, preference=result.memory.preference)
         said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
-        return replace(result, host_is_written=said)
+        return replace(result, memory=memory, host_is_written=said)
 
     if asked.compared:
-        by_tp = {size: _or_why_not(of, size) for size in asked.compared}
+        by_tp: dict[int, SearchResult | ActSwapError] = {}
+        for size in asked.compared:
+            try:
+                by_tp[size] = of(size)
+            except ActSwapError as error:
+                by_tp[size] = error
         return Answer(
-            lambda: {"compare": [_compared_document(tp, found) for tp, found in by_tp.items()]},
-            lambda: _compared(by_tp),
+            {"compare": [_compared_document(tp, found) for tp, found in by_tp.items()]},
+            _compared(by_tp),
             ok=any(isinstance(found, SearchResult) for found in by_tp.values()),
         )
     recorded = None if asked.profile is None else read_profile(asked.profile)
     found = of(asked.tp, recorded)
     if asked.save is not None:
         _write(asked.save, found)
-    return Answer(lambda: _document(found, asked.save, recorded), lambda: _shown(found, asked, recorded))
+    return Answer(_document(found, asked.save, recorded), _shown(found, asked, recorded))
 
 
 def _left_to_swap(memory: MemoryConfig, found: AnalysedModel, step: StepShape) -> MemoryConfig:
-    """Return ``memory`` with the host memory that frozen weights leave to swapped tensors.
-
-    Raises:
-        PlanError: the weights alone need more.
-    """
+    """Return ``memory`` with the host memory that frozen weights leave to swapped tensors."""
     held = sum(weights_on_host(found, step).values())
     if not held or memory.host_memory_gib is None:
         return memory
@@ -296,22 +292,9 @@ def autocast_of(asked: AskedAutocastName | None) -> AutocastName | None:
     return None if asked == "none" else asked or "bf16"
 
 
-def fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:
+def _fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:
     """Return the function that makes the table of fates that the options ask for."""
-    return fate_table if asked.windows else summary_table if asked.full else short_table
-
-
-def _tile_document(tiles: TileConfig) -> dict[str, Any]:
-    document: dict[str, Any] = ActSwapConfig(tile_config=tiles).to_dict()["tile_config"]
-    return document
-
-
-def _or_why_not(of: Any, size: int) -> SearchResult | ActSwapError:
-    try:
-        found: SearchResult = of(size)
-    except ActSwapError as error:
-        return error
-    return found
+    return fate_table if asked.windows else _summary_table if asked.full else _short_table
 
 
 def _write(path: str, found: SearchResult) -> None:
@@ -332,34 +315,20 @@ def _write(path: str, found: SearchResult) -> None:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error
 
 
-def fabric_of(found: SearchResult) -> Fabric | None:
+def _fabric_of(found: SearchResult) -> Fabric | None:
     """Return the interconnect between the devices of a step; ``None``: not known."""
     return next((rates.fabric for rates in DEVICES if rates.name == found.step.device), None)
 
 
-def communication_of(found: SearchResult) -> Exchanged | None:
+def _communication_of(found: SearchResult) -> Exchanged | None:
     """Return what tensor-parallel ranks send in a step, whatever the plan; ``None``: not known."""
-    fabric, ranks = fabric_of(found), found.subject.tensor_parallel_size
+    fabric, ranks = _fabric_of(found), found.subject.tensor_parallel_size
     if fabric is None or (ranks > 1 and not found.subject.shape.communicates):
         return None
     return exchanged(tensor_axis(found.subject.model, found.subject.shape, found.profile), ranks, fabric)
 
 
-def communication_document(found: Exchanged | None) -> dict[str, Any] | None:
-    """Return the exchanges of a step as JSON values."""
-    if found is None:
-        return None
-    return {
-        "source": "data sheet",
-        "sent_bytes": found.sent_bytes,
-        "collectives": found.collectives,
-        "ms": found.ms,
-        "added_ms": found.added_ms,
-    }
-
-
-def communication_note(fabric: Fabric | None) -> str:
-    """Return the note below a table of steps with communication."""
+def _communication_note(fabric: Fabric | None) -> str:
     if fabric is None:
         return "Of one rank. Times are computed from shapes, without communication between ranks."
     rate = f"{fabric.bytes_per_ms / 1e6:.0f} GB/s and {fabric.latency_ms:g} ms each"
@@ -375,12 +344,7 @@ _Line = tuple[str, str, str, int]
 
 
 def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
-    """Return a table of the fates of all ops, with equal layers in one row.
-
-    Args:
-        plan: the plan to show.
-        profile: profile of the step, for the bytes; ``None``: no bytes are shown.
-    """
+    """Return a table of the fates of all ops, with equal layers in one row; bytes if there is a profile."""
     saved_column = () if profile is None else (">Saved",)
     table = table_of("Layers", "Op", "Fate", ">Prefetch/release", *saved_column)
     table.columns[3].no_wrap = False  # its header is wide
@@ -397,7 +361,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
     return table
 
 
-def short_table(plan: MemoryPlan, profile: Profile) -> Table:
+def _short_table(plan: MemoryPlan, profile: Profile) -> Table:
     """Return a table with a row for each fate: bytes, and its largest ops, each with its number of layers."""
     table = table_of("Fate", ">Saved", "Ops (layers)")
     found: dict[str, dict[str, list[int]]] = {}
@@ -423,8 +387,8 @@ def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
     return table
 
 
-def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
-    """Return a table of fates as `fate_table`, but with all ops of one fate in one row, without windows."""
+def _summary_table(plan: MemoryPlan, profile: Profile) -> Table:
+    """Return the table of `fate_table` with all ops of one fate in one row, without windows."""
     table = table_of("Layers", "Fate", "Ops", ">Saved")
     table.columns[0].max_width = 18
     sizes = dict(saved_by_row(profile, plan))
@@ -435,16 +399,11 @@ def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
     return table
 
 
-def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None) -> Table:
-    """Return a table of predicted steps, one in each row.
-
-    Args:
-        steps: predictions by the row's name, such as ``recompute all``.
-        device_bytes: budget; peaks above it are marked. ``None``: none are marked.
-    """
+def step_table(steps: Mapping[str, Prediction], budget_bytes: int | None = None) -> Table:
+    """Return a table of predicted steps, one in each row; peaks above a budget are marked."""
     table = table_of("", ">Peak", ">Step", ">Kept", ">Swapped", ">Recomputed")
     for name, step in steps.items():
-        over = " !" if device_bytes is not None and step.peak_bytes > device_bytes else ""
+        over = " !" if budget_bytes is not None and step.peak_bytes > budget_bytes else ""
         table.add_row(
             name,
             f"{size_text(step.peak_bytes)}{over}",
@@ -476,12 +435,11 @@ def _lines(
 
 
 def _by_fate(lines: Iterable[_Line]) -> Iterator[_Line]:
-    ops: dict[str, dict[str, None]] = {}
-    sizes: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}
     for op, fate, _, size in lines:
-        if not size:
-            continue
-        ops.setdefault(fate, {})[op.partition(" (call")[0]] = None
-        sizes[fate] = sizes.get(fate, 0) + size
-    for fate, size in sizes.items():
-        yield ", ".join(ops[fate]), fate, "", size
+        if size:
+            sizes = found.setdefault(fate, {})
+            name = op.partition(" (call")[0]
+            sizes[name] = sizes.get(name, 0) + size
+    for fate, sizes in found.items():
+        yield ", ".join(sizes), fate, "", sum(sizes.values())

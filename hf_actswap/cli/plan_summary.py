@@ -13,8 +13,16 @@ from ..config import MemoryConfig
 from ..plan import MemoryPlan
 from ..planner.budget import MARGIN_SHARE
 from .output import size_text, step_ms_text
-from .planned import EVERYTHING, NOTHING, PLANNED, SEVERAL_RANKS_SHARE, SearchResult, rates_or_none
-from .step import StepShape, ranks_of_a_machine, state_bytes
+from .planned import (
+    EVERYTHING,
+    NOTHING,
+    PLANNED,
+    SEVERAL_RANKS_SHARE,
+    SearchResult,
+    paged_bytes,
+    rates_or_none,
+)
+from .step import StepShape, ranks_of_a_machine
 from .subject import AnalysedModel
 
 _SAME_SHARE = 0.005
@@ -23,7 +31,7 @@ _SAME_SHARE = 0.005
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Peak in bytes, of the rank that needs most, and time in ms of a step."""
+    """Peak of the rank that needs most, and time of a step."""
 
     peak_bytes: int
     step_ms: float
@@ -34,10 +42,9 @@ class Verdict:
     """What the first line of an answer says: whether a step fits, and how fast it is beside two others.
 
     Args:
-        step: the step under the plan.
         free: the step without a plan, on a device of any size.
         checkpointed: the step with gradient checkpointing alone.
-        tokens: tokens of a step.
+        tokens: of a step.
         whose: whose tokens these are, such as `` a rank``; empty if there is one rank.
         where: on which stage of a pipeline the peak is, such as `` on stage 0``.
         budget_bytes: the most that the step may allocate on a device.
@@ -58,19 +65,13 @@ class Verdict:
     compared: bool
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak is within the budget."""
-        return self.step.peak_bytes <= self.budget_bytes
-
-    @property
     def tokens_per_s(self) -> float:
-        """Tokens that are trained in a second."""
         return 1000 * self.tokens / self.step.step_ms if self.step.step_ms else 0.0
 
     def line(self) -> str:
         """Return it as a line of text."""
         peak = size_text(self.step.peak_bytes)
-        if not self.fits:
+        if self.step.peak_bytes > self.budget_bytes:
             budget = size_text(self.budget_bytes)
             return f"Does not fit as written: {peak} are needed{self.where}, and the budget is {budget}."
         said = [
@@ -103,16 +104,13 @@ def limit_bytes(memory: MemoryConfig, device_bytes: int, budget_bytes: int) -> i
 
 def verdict_of(found: SearchResult) -> Verdict:
     """Return what the first line says of a search for one device."""
-
-    def step(name: str) -> PredictedStep:
-        predicted = found.steps[name]
-        return PredictedStep(predicted.peak_bytes, predicted.step_ms)
-
+    predicted = (found.steps[name] for name in (PLANNED, NOTHING, EVERYTHING))
+    step, free, checkpointed = (PredictedStep(one.peak_bytes, one.step_ms) for one in predicted)
     several = ranks_of_a_machine(found.subject, found.step) > 1
     return Verdict(
-        step(PLANNED),
-        step(NOTHING),
-        step(EVERYTHING),
+        step,
+        free,
+        checkpointed,
         found.step.micro_batches * found.step.sequences * found.step.tokens,
         " a rank" if several else "",
         "",
@@ -125,22 +123,13 @@ def verdict_of(found: SearchResult) -> Verdict:
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Host memory that the ranks of a machine need.
+    """Host memory that the ranks of a machine need."""
 
-    Args:
-        rank_bytes: that of the rank that needs most.
-        machine_ranks: number of ranks of a machine.
-        machine_bytes: that of all ranks of a machine.
-        limit_gib: the most for a rank; ``None``: no limit.
-        limit_is_written: whether the limit is the user's; else it is usual for the device.
-        device: name of the device.
-    """
-
-    rank_bytes: int
+    rank_bytes: int  # of the rank that needs most
     machine_ranks: int
     machine_bytes: int
-    limit_gib: float | None
-    limit_is_written: bool
+    limit_gib: float | None  # of a rank
+    limit_is_written: bool  # else it is what is usual for the device
     device: str
 
     def document(self) -> dict[str, Any]:
@@ -182,8 +171,6 @@ def budget_text(
     """Return the budget of a device, and how it follows from the device.
 
     Args:
-        memory: the ``memory`` section in force.
-        budget_bytes: the budget.
         device_bytes: the device's memory beside its context.
         ranks: number of ranks of a machine.
         fragment_bytes: what is left of the budget for the allocator's fragments.
@@ -197,12 +184,9 @@ def budget_text(
     share, reasons = (
         (MARGIN_SHARE, "fragments") if ranks == 1 else (SEVERAL_RANKS_SHARE, "fragments and NCCL")
     )
-    kept = f"{(device_bytes - budget_bytes) / device_bytes:.0%}".replace("%", " %")
-    left = (
-        f"{kept} for {reasons}"
-        if abs(device_bytes - budget_bytes - share * device_bytes) < 2
-        else "memory.margin_gib"
-    )
+    kept_bytes, left = device_bytes - budget_bytes, "memory.margin_gib"
+    if abs(kept_bytes - share * device_bytes) < 2:
+        left = f"{100 * kept_bytes / device_bytes:.0f} % for {reasons}"
     return f"{text}: {size_text(device_bytes)} beside the driver's context, less {left}"
 
 
@@ -211,9 +195,8 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     if any(getattr(subject.model.config, name, None) for name in ("vision_config", "audio_config")):
         yield "The step is of text alone: what images and sounds add to it is not counted."
     if subject.trained < subject.parameters:
-        inputs = (
-            "" if step.autocast is None else ", under autocast: without it (--autocast none) more is needed"
-        )
+        more = ", under autocast: without it (--autocast none) more is needed"
+        inputs = "" if step.autocast is None else more
         yield f"Adapters are as PEFT makes them, in fp32 beside a base in half precision{inputs}."
     if subject.quantize is not None:
         bits = {
@@ -225,22 +208,18 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             "and time are counted. All other weights have the model's own type: "
             "prepare_model_for_kbit_training was not applied."
         )
-    if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
-        ranks = step.sharding.ranks if step.sharding else 1
+    if paged := paged_bytes(subject, step):
         yield (
-            f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
+            f"{size_text(paged)} of the optimizer's states are in pages that the driver moves to "
             "the host when memory is short: they are counted as host memory, and their time is not counted."
         )
     if step.sharding is not None:
+        stage = step.sharding.stage
+        whole = "Parts outside the layers and two layers are whole. " if stage == 3 else ""
+        whole += "Gradients of two layers are whole until they are scattered. " if stage > 1 else ""
         yield (
-            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
-            + ("Parts outside the layers and two layers are whole. " if step.sharding.stage == 3 else "")
-            + (
-                "Gradients of two layers are whole until they are scattered. "
-                if step.sharding.stage > 1
-                else ""
-            )
-            + "Communication between data-parallel ranks is not in the times."
+            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {stage}. {whole}"
+            "Communication between data-parallel ranks is not in the times."
         )
     rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)
     shared = None if rates is None else rates.link_of(ranks)
@@ -266,14 +245,6 @@ def output_note(found: SearchResult) -> Iterator[str]:
         "The model's output is freed before backward, as in the Trainer. A loop that still holds it "
         f"(`outputs = model(...); outputs.loss.backward()`) needs up to {size_text(size)} more, for logits."
     )
-
-
-NOTHING_TO_CHANGE = "To use it: nothing need be changed. It fits as it is."
-
-
-def states_document(found: SearchResult) -> dict[str, Any]:
-    """Return where the optimizer's states wait, and what a step takes otherwise, as JSON values."""
-    return {"place": "host" if found.states_moved else "device", "kept_ms": found.kept_states_ms}
 
 
 def states_note(found: SearchResult) -> Iterator[str]:
@@ -302,25 +273,25 @@ def use_line(found: SearchResult, saved_to: str | None) -> str:
     """Return the line that says how to train with this plan."""
     moved = found.states_moved and (saved_to is not None or found.kept_states_ms is None)
     if moved or found.memory.optimizer_in_backward:
-        written = found.states_moved and found.kept_states_ms is None
-        asked: dict[str, str] = {"mode": found.memory.mode}
-        asked |= {"preference": "memory_saving"} if written else {}
-        asked |= {"optimizer_in_backward": "true"} if found.memory.optimizer_in_backward else {}
-        asked |= {} if saved_to is None else {"plan_file": saved_to}
-        section = ", ".join(f"{key}: {value}" for key, value in asked.items())
+        keys = [f"mode: {found.memory.mode}"]
+        if found.states_moved and found.kept_states_ms is None:
+            keys.append("preference: memory_saving")
+        if found.memory.optimizer_in_backward:
+            keys.append("optimizer_in_backward: true")
+        if saved_to is not None:
+            keys.append(f"plan_file: {saved_to}")
+        section = ", ".join(keys)
         alone = "move the optimizer's states" if moved else "step in backward"
         return f"To use it: `memory: {{{section}}}` in the configuration. (A plan alone does not {alone}.)"
     if not _acts(found.plan):
-        return NOTHING_TO_CHANGE
+        return "To use it: nothing need be changed. It fits as it is."
     if saved_to is not None:
         applied = f'hf_actswap.apply(model, "{saved_to}")'
         return f'To use it: actswap="{saved_to}" in ActSwapTrainingArguments, or {applied}.'
+    way = 'actswap="auto" in ActSwapTrainingArguments'
     if found.plan.weights == "host":
-        return (
-            "To use it: `memory: {mode: adaptive, weights: host}` finds a plan by measurement; or write this "
-            'one with --save plan.json and pass actswap="plan.json".'
-        )
+        way = "`memory: {mode: adaptive, weights: host}`"
     return (
-        'To use it: actswap="auto" in ActSwapTrainingArguments finds a plan by measurement; or write this '
-        'one with --save plan.json and pass actswap="plan.json".'
+        f"To use it: {way} finds a plan by measurement; or write this one with --save plan.json and pass "
+        'actswap="plan.json".'
     )

@@ -28,7 +28,7 @@ from torch import nn
 from ..config import load_config
 from ..config.sizes import device_kind
 from ..engine.host_memory import available_bytes
-from ..engine.transfer import Transfer, transfer_of
+from ..engine.transfer import transfer_of
 from ..errors import Problem
 from ..plan import MemoryPlan, ModelStructure, PlanRow, model_structure
 from ..plan.actions import Scope, format_scopes
@@ -61,73 +61,22 @@ Progress = Callable[[str, int], None]
 """Called with the name of the phase (``warm-up``, ``memory``, ``times``) and the number of its steps left."""
 
 
-@dataclass
-class RecordedSteps:
-    """Trains a model for a few steps and records the last ones.
+def recorded_steps(model: nn.Module, shape: ModelStructure, step: StepShape, progress: Progress) -> Profile:
+    """Train a model for a few steps, which changes its weights, and return the profile of the last ones."""
+    device = next(model.parameters()).device
+    transfer, optimizer = transfer_of(device), _optimizer_of(model, step)
+    batch = _random_batch(model, step, device)
 
-    Args:
-        model: the model on its device, in training mode; its weights are changed.
-        shape: layers and ops of the model.
-        step: the batch, mixed precision and optimizer.
-        progress: called before each step (`Progress`).
-    """
-
-    model: nn.Module
-    shape: ModelStructure
-    step: StepShape
-    progress: Progress
-
-    def profile(self) -> Profile:
-        """Run the steps and return their profile.
-
-        Raises:
-            torch.OutOfMemoryError: a step needs more than the device has.
-            Exception: whatever the model's own code raises.
-        """
-        device = next(parameter.device for parameter in self.model.parameters())
-        transfer, optimizer = transfer_of(device), self._optimizer()
-        batch = _random_batch(self.model, self.step, device)
-
-        def train() -> None:
-            self._train(batch, device, optimizer)
-
-        for left in range(WARM_UP_STEPS, 0, -1):
-            self.progress("warm-up", left)
-            train()
-        self.progress("memory", 1)
-        memory = self._recorded(train, _meter_of(device, self.model, optimizer), transfer, optimizer)
-        timed = []
-        for left in range(TIMED_STEPS, 0, -1):
-            self.progress("times", left)
-            timed.append(self._recorded(train, None, transfer, optimizer))
-        profile = with_memory_of(median_times(timed), memory)
-        return replace(profile, device_bytes=memory.device_bytes, link=transfer.link())
-
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        parameters = list(self.model.parameters())
-        if self.step.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr=1e-5)
-        return torch.optim.SGD(parameters, lr=1e-5) if self.step.optimizer == "sgd" else None
-
-    def _train(
-        self, batch: dict[str, torch.Tensor], device: torch.device, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        name = self.step.autocast
-        with torch.autocast(device.type, DTYPES[name]) if name else nullcontext():
-            loss = self.model(**batch).loss
+    def train() -> None:
+        with torch.autocast(device.type, DTYPES[step.autocast]) if step.autocast else nullcontext():
+            loss = model(**batch).loss
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        self.model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
 
-    def _recorded(
-        self,
-        train: Callable[[], None],
-        meter: Meter | None,
-        transfer: Transfer,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> Profile:
-        recorder = StepRecorder(self.model, self.shape, meter, DeviceClock(transfer))
+    def recorded(meter: Meter | None) -> Profile:
+        recorder = StepRecorder(model, shape, meter, DeviceClock(transfer))
         if meter is not None:
             meter.start()
             meter.reset_peak()
@@ -137,7 +86,26 @@ class RecordedSteps:
         finally:
             if meter is not None:
                 meter.stop()
-        return recorder.profile(device=self.step.device, optimizer_state_bytes=_state_bytes(optimizer))
+        states = sum(tensor.nbytes for tensor in _states(optimizer) if tensor.dim())
+        return recorder.profile(device=step.device, optimizer_state_bytes=states)
+
+    for left in range(WARM_UP_STEPS, 0, -1):
+        progress("warm-up", left)
+        train()
+    progress("memory", 1)
+    memory = recorded(_meter_of(device, model, optimizer))
+    timed = []
+    for left in range(TIMED_STEPS, 0, -1):
+        progress("times", left)
+        timed.append(recorded(None))
+    profile = with_memory_of(median_times(timed), memory)
+    return replace(profile, device_bytes=memory.device_bytes, link=transfer.link())
+
+
+def _optimizer_of(model: nn.Module, step: StepShape) -> torch.optim.Optimizer | None:
+    if step.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return torch.optim.SGD(model.parameters(), lr=1e-5) if step.optimizer == "sgd" else None
 
 
 def median_times(profiles: Sequence[Profile]) -> Profile:
@@ -158,15 +126,10 @@ def median_times(profiles: Sequence[Profile]) -> Profile:
 
 
 def _random_batch(model: nn.Module, step: StepShape, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return ids and labels, ``[sequences, tokens]``; two tensors, as a model may change its labels."""
     config: Any = model.config
     shape, words = (step.sequences, step.tokens), config.get_text_config().vocab_size
     ids = torch.randint(0, words, shape, device=device)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    return sum(tensor.nbytes for tensor in _states(optimizer) if tensor.dim())
+    return {"input_ids": ids, "labels": ids.clone()}  # two tensors: a model may change its labels
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
@@ -187,8 +150,6 @@ def _meter_of(
 
 _Key = tuple[Scope | None, str, int | None, int]
 """Scope, op path and ordinal of a call, and the index of one of its op events."""
-_Times = tuple[float, float]
-"""Times of forward and backward, in ms."""
 
 
 def for_all_layers(
@@ -203,8 +164,8 @@ def for_all_layers(
     Args:
         measured: measured profile of the model's first layers and the modules around the layers.
         whole: profile of all layers, computed from shapes.
-        measured_weights, weights: number of weights of the measured part and of the whole model; the time
-            outside forward and backward is scaled by their ratio.
+        measured_weights, weights: numbers of weights, by whose ratio the time outside forward and backward
+            is scaled.
         layer_types: type of each layer (sliding or full attention), which ops and bytes do not show.
 
     Raises:
@@ -222,10 +183,13 @@ def for_all_layers(
         if not found:
             missing[f"{scope}, {path or 'what is around'}"] += 1
             continue
-        forward_ms, backward_ms = _mean(found)
+        forward_ms, backward_ms = (sum(same) / len(same) for same in zip(*found, strict=True))
         op_events.append(replace(op_event, forward_ms=forward_ms, backward_ms=backward_ms))
     if missing:
-        raise ModelError([_other_ops(missing)])
+        expected = "a model that runs the same ops on this device as on fake tensors"
+        text = f"{missing.total()} op(s) that did not run, the first in layer {next(iter(missing))}"
+        hint = "Leave --layers out: then all layers are measured."
+        raise ModelError([Problem("--layers", expected, text, hint)])
     return replace(
         whole,
         op_events=tuple(op_events),
@@ -247,7 +211,7 @@ def _keyed(op_events: Iterable[OpEvent]) -> Iterator[tuple[_Key, OpEvent]]:
 
 
 def _kinds(whole: Profile, layer_types: Sequence[str]) -> Mapping[int, object]:
-    """Return what distinguishes layers: the type, the calls in order, and the bytes that they save."""
+    """Return what distinguishes layers: type, calls in order, saved bytes."""
     calls: dict[int, list[object]] = defaultdict(list)
     for op_event in whole.op_events:
         scope, path, ordinal = op_event.call
@@ -264,11 +228,7 @@ def _kinds(whole: Profile, layer_types: Sequence[str]) -> Mapping[int, object]:
 
 
 def _representatives(kinds: Mapping[int, object], measured: int) -> Mapping[int, tuple[int, ...]]:
-    """Return for each layer the measured layers whose times it gets: itself, or all of its kind.
-
-    Raises:
-        ModelError: a layer is like none of the measured ones.
-    """
+    """Return for each layer the measured layers whose times it gets: itself, or all of its kind."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for layer in range(measured):
         by_kind[kinds[layer]].append(layer)
@@ -279,21 +239,7 @@ def _representatives(kinds: Mapping[int, object], measured: int) -> Mapping[int,
     return {layer: (layer,) if layer < measured else tuple(by_kind[kind]) for layer, kind in kinds.items()}
 
 
-def _mean(times: list[_Times]) -> _Times:
-    return sum(forward for forward, _ in times) / len(times), sum(back for _, back in times) / len(times)
-
-
-def _other_ops(missing: Counter[str]) -> Problem:
-    first = next(iter(missing))
-    return Problem(
-        "--layers",
-        "a model that runs the same ops on this device as on fake tensors",
-        f"{missing.total()} op(s) that did not run, the first in layer {first}",
-        "Leave --layers out: then all layers are measured.",
-    )
-
-
-THIS = "this"
+_THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
 
 _AROUND = "around"
@@ -301,7 +247,7 @@ _AROUND = "around"
 
 
 def _device_or_this(text: str) -> str:
-    return THIS if text.strip().lower() == THIS else options.device_named(text)
+    return _THIS if text.strip().lower() == _THIS else options.device_named(text)
 
 
 def _shown(
@@ -312,19 +258,18 @@ def _shown(
     costs: Sequence[OpCost],
     unplanned: Prediction,
     written_to: str | None,
-) -> Iterable[RenderableType]:
-    layers = len(found.shape.layers)
+) -> Iterator[RenderableType]:
+    layers, link = len(found.shape.layers), made.link
     times = "computed from shapes and the device's rates; nothing was measured"
     if measured_layers:
         some = f", {measured_layers} of {layers} layers" if measured_layers < layers else ""
         times = f"measured here, median of {TIMED_STEPS} steps{some}"
-    link = made.link
     yield f"Model: {found.described()}"
     yield f"Step:  {step.described()}"
     yield f"Times: {times}"
     yield f"Link:  {'copies do not run beside compute' if link is None else link_text(link)}"
     yield heading("Ops: times in ms, all layers of a line together")
-    yield cost_table(made, costs)
+    yield _cost_table(made, costs)
     yield (
         "\nSaved: what autograd saves of the op's results. Rebuild: the time that recomputing it adds to "
         f"backward.{' Copy: to the host, without other copies on the link.' if link else ''}"
@@ -345,7 +290,7 @@ def profile(
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
-        options.without_default(
+        typer.Option(
             "--layers",
             min=1,
             metavar="K",
@@ -354,7 +299,7 @@ def profile(
     ] = None,
     device: Annotated[
         str | None,
-        options.without_default(
+        typer.Option(
             "--device",
             parser=_device_or_this,
             metavar="NAME",
@@ -367,14 +312,12 @@ def profile(
     optimizer: options.Optimizer = "adamw",
     output: Annotated[
         str | None,
-        options.without_default(
+        typer.Option(
             "--output", "-o", metavar="FILE", help="File for the profile; hf-actswap plan --profile reads it."
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a step op by op, or compute it from shapes, for `plan --profile`."""
-
     def ask() -> Answer:
         here = _device_here(device)
         named = name_of(here) if here is not None else device_name(device)
@@ -382,11 +325,13 @@ def profile(
         with subject(ModelRequest(model, dtype), load_config(None)) as found:
             if here is None:
                 if layers is not None:
-                    raise ModelError([_nothing_to_measure(named)])
+                    hint = "Leave --layers out, or measure on this machine: --device this."
+                    expected = f"{named} on this machine, to measure on"
+                    raise ModelError([Problem("--layers", expected, "none", hint)])
                 made, measured_layers = _from_shapes(found, step), 0
             else:
                 made, measured_layers = _measured(found, step, dtype, here, layers)
-        costs = op_costs(made)
+        costs = _op_costs(made)
         unplanned = Simulator(made).predict(MemoryPlan((), made.num_layers, made.family), curve=False)
         if output is not None:
             try:
@@ -402,14 +347,11 @@ def profile(
             "device_bytes": made.device_bytes,
             "link": None if made.link is None else asdict(made.link),
             "outside_ms": made.outside_ms,
-            "ops": [cost.document() for cost in costs],
+            "ops": [asdict(cost) for cost in costs],
             "predicted": prediction_document(unplanned),
             "written_to": output,
         }
-        return Answer(
-            lambda: document,
-            lambda: _shown(found, step, made, measured_layers, costs, unplanned, output),
-        )
+        return Answer(document, _shown(found, step, made, measured_layers, costs, unplanned, output))
 
     answer("profile", as_json, ask)
 
@@ -419,14 +361,9 @@ def _device_here(asked: str | None) -> torch.device | None:
     if asked == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if asked == THIS:
+    if asked == _THIS:
         return accelerator or torch.device("cpu")
     return accelerator if asked is None or device_kind(asked) == kind_here() else None
-
-
-def _nothing_to_measure(name: str) -> Problem:
-    hint = "Leave --layers out, or measure on this machine: --device this."
-    return Problem("--layers", f"{name} on this machine, to measure on", "none", hint)
 
 
 def _from_shapes(found: AnalysedModel, step: StepShape, workspaces: bool = True) -> Profile:
@@ -437,11 +374,7 @@ def _from_shapes(found: AnalysedModel, step: StepShape, workspaces: bool = True)
 def _measured(
     whole: AnalysedModel, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
 ) -> tuple[Profile, int]:
-    """Measure a step with the first layers, or all; layers that are not measured get the others' times.
-
-    Raises:
-        ModelError: the model does not run, does not fit on the device, or its other layers differ.
-    """
+    """Measure a step with the first layers, or all; layers that are not measured get the others' times."""
     count = len(whole.shape.layers)
     measured_layers = min(layers or count, count)
     own_shape = replace(step, device=DEFAULT_DEVICE)  # only the bytes of a calculated step are used here
@@ -450,13 +383,10 @@ def _measured(
         _reject_if_too_large(whole, step, measured_layers)
     made, weights = _recorded(whole.name, step, dtype, device, None if on_paper is None else layers)
     if on_paper is not None:
-        made = for_all_layers(made, on_paper, weights, whole.parameters, _layer_types(whole))
+        config: Any = whole.model.config
+        types = getattr(config.get_text_config(), "layer_types", None) or ()
+        made = for_all_layers(made, on_paper, weights, whole.parameters, types)
     return made, measured_layers
-
-
-def _layer_types(whole: AnalysedModel) -> Sequence[str]:
-    config: Any = whole.model.config
-    return getattr(config.get_text_config(), "layer_types", None) or ()
 
 
 def _recorded(
@@ -470,7 +400,7 @@ def _recorded(
             torch.manual_seed(0)
             bar("weights", 1)
             part = random_model(name, dtype, device, layers)
-            made = RecordedSteps(part, model_structure(part), step, bar).profile()
+            made = recorded_steps(part, model_structure(part), step, bar)
             return made, parameters_of(part)
     except torch.OutOfMemoryError as error:
         text = " ".join(str(error).split())[:200]
@@ -484,10 +414,8 @@ def _recorded(
 
 
 def _reject_if_too_large(whole: AnalysedModel, step: StepShape, layers: int) -> None:
-    """Raise an error if a step does not fit in host memory: the kernel would kill the process silently.
-
-    Before a model runs, only the sizes of its weights, gradients and optimizer states are known.
-    """
+    """Raise an error if a step does not fit in host memory: the kernel would kill the process silently."""
+    # Before a model runs, only the sizes of its weights, gradients and optimizer states are known.
     free, share = available_bytes(), layers / len(whole.shape.layers)
     weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
     least = int((2 * weight_bytes + state_bytes(step.optimizer, whole.model)[0]) * share)
@@ -503,12 +431,10 @@ class OpCost:
 
     Args:
         scope: ``embedding``, ``final_norm``, ``head`` or ``around``; empty for layers.
-        layers: the layers that are added up.
         op: first part of the op path; ``""``: what runs between the ops.
-        forward_ms, backward_ms: compute time.
         saved_bytes: bytes of the op's results that autograd saves.
-        rebuild_ms: how much longer backward takes if the op is recomputed; ``None``: not computed.
-        rebuilt_bytes: saved bytes that are not kept if the op is recomputed; ``None``: not computed.
+        rebuild_ms: how much longer backward takes if the op is recomputed.
+        rebuilt_bytes: saved bytes that are not kept if the op is recomputed.
     """
 
     scope: str
@@ -520,13 +446,9 @@ class OpCost:
     rebuild_ms: float | None = None
     rebuilt_bytes: int | None = None
 
-    def document(self) -> dict[str, object]:
-        """Return the fields as JSON values."""
-        return {**asdict(self), "layers": list(self.layers)}
 
-
-def op_costs(profile: Profile) -> list[OpCost]:
-    """Return time and memory of the ops of a step in the order in which they run; equal layers are joined."""
+def _op_costs(profile: Profile) -> list[OpCost]:
+    """Return the ops of a step in the order in which they run; equal layers are joined."""
     times: dict[Scope | None, dict[str, list[float]]] = defaultdict(dict)
     for op_event in profile.op_events:
         scope, path, _ = op_event.call
@@ -550,8 +472,7 @@ def op_costs(profile: Profile) -> list[OpCost]:
     return _with_rebuilding(profile, found)
 
 
-def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
-    """Return the costs as a table, times in ms; it has a column ``Copy`` if copies run beside compute."""
+def _cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
     copy = (">Copy",) if profile.link else ()
     table = table_of("", ">Forward", ">Backward", ">Saved", ">Rebuild", *copy, collapse_padding=True)
     shown: tuple[int, ...] = ()
@@ -565,19 +486,15 @@ def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
 
 def _numbers(profile: Profile, cost: OpCost) -> list[str]:
     size_bytes, link = cost.saved_bytes, profile.link
-    shown = [
-        op_ms_text(cost.forward_ms),
-        op_ms_text(cost.backward_ms),
-        size_text(size_bytes) if size_bytes else "",
-        "" if cost.rebuild_ms is None else op_ms_text(cost.rebuild_ms),
-    ]
+    shown = [op_ms_text(cost.forward_ms), op_ms_text(cost.backward_ms)]
+    shown.append(size_text(size_bytes) if size_bytes else "")
+    shown.append("" if cost.rebuild_ms is None else op_ms_text(cost.rebuild_ms))
     if link is not None:
         shown.append(op_ms_text(link.out_ms(size_bytes) - link.latency_ms) if size_bytes else "")
     return shown
 
 
 def _op_of(scope: Scope | None, path: str) -> str:
-    """Return the first part of an op's path in a layer; empty outside of the layers."""
     return path.partition(".")[0] if isinstance(scope, int) else ""
 
 

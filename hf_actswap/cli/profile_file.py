@@ -1,8 +1,8 @@
 """Reads and writes profiles in files, from ``hf-actswap profile`` or from the folder of a training.
 
-The format is the planner's (`planner.profile`). A key ``made_for`` is added, which says for
-which model and step the profile was made and how many layers were measured. A training's profile has no
-``made_for``: then only family, layers, module names and batch are compared.
+The format is the planner's (`planner.profile`), with a key ``made_for``: for which model and step the profile
+was made, and how many layers were measured. A training's profile has no such key: then only family, layers,
+module names and batch are compared.
 """
 
 from __future__ import annotations
@@ -56,17 +56,11 @@ class ProfileError(ActSwapError):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile that was read.
-
-    Args:
-        path: path of the file.
-        profile: the profile in it.
-        made_for: for what the profile was made; empty: the file does not say it.
-    """
+    """A profile that was read."""
 
     path: str
     profile: Profile
-    made_for: ProfileOrigin
+    made_for: ProfileOrigin  # empty: the file does not say it
 
     @property
     def measured_layers(self) -> int:
@@ -84,15 +78,16 @@ class ProfileFile:
         return f"Times were measured on {self.profile.device}{some}: {self.path}."
 
     def step(self, asked: AskedStep) -> StepShape:
-        """Return the step of which this is the profile.
+        """Return the step of which this is the profile; the options for the step must not differ from it.
 
-        Args:
-            asked: the command's options for the step, which must not differ from it.
+        A training's profile says only batch and device.
 
         Raises:
-            ProfileError: the options differ from that step; the error names every difference.
+            ProfileError: names every difference.
         """
-        own = self._own_step()
+        sequences, tokens = (*self.profile.batch_shape, 0, 0)[:2]
+        made = self.made_for.get("step", {})
+        own = StepShape(sequences, tokens, self.profile.device, made.get("autocast"), made.get("optimizer"))
         problems = [
             Problem(f"{self.path}: {what}", str(wanted), str(has), f"Remove {option}, or record it anew.")
             for what, option, wanted, has in (
@@ -103,7 +98,8 @@ class ProfileFile:
             )
             if wanted is not None and wanted != has
         ]
-        if asked.device is not None and not _same_device(asked.device, own.device):
+        kind = asked.device and (device_kind(asked.device) or asked.device)
+        if asked.device and kind != (device_kind(own.device) or own.device):
             hint = "Remove --device, or record it anew on that device."
             problems.append(Problem(f"{self.path}: device", asked.device, own.device, hint))
         if problems:
@@ -112,19 +108,10 @@ class ProfileFile:
 
     def check(self, found: AnalysedModel) -> None:
         """Raise `ProfileError` if the profile is of another model, with every difference."""
-        problems = [
-            Problem(f"{self.path}: {what}", wanted, has, _AGAIN) for what, wanted, has in self._differs(found)
-        ]
-        if problems:
+        if problems := [*self._differs(found)]:
             raise ProfileError(problems)
 
-    def _own_step(self) -> StepShape:
-        """Return the step as far as the file says it; a training's profile has only batch and device."""
-        sequences, tokens = (*self.profile.batch_shape, 0, 0)[:2]
-        step = self.made_for.get("step", {})
-        return StepShape(sequences, tokens, self.profile.device, step.get("autocast"), step.get("optimizer"))
-
-    def _differs(self, found: AnalysedModel) -> Iterator[tuple[str, str, str]]:
+    def _differs(self, found: AnalysedModel) -> Iterator[Problem]:
         model, wanted = self.made_for.get("model", {}), found.document()
         own: dict[str, object] = {
             "family": self.profile.family,
@@ -134,32 +121,21 @@ class ProfileFile:
         }
         for key in _MODEL_KEYS:
             if key in own and own[key] != wanted[key]:
-                yield key, str(wanted[key]), str(own[key])
+                yield Problem(f"{self.path}: {key}", str(wanted[key]), str(own[key]), _AGAIN)
         if own["num_layers"] != wanted["num_layers"] or model:
             return
         for layer, modules in zip(found.shape.layers, self.profile.saved.modules.values(), strict=True):
             strange = sorted(modules - {"", *(op.path for op in layer.ops)})
             if strange:
-                yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])
+                where, few = f"{self.path}: layer {layer.index}", ", ".join(strange[:3])
+                yield Problem(where, "modules of this model", few, _AGAIN)
                 return
-
-
-def _same_device(asked: str, own: str) -> bool:
-    kind = device_kind(asked)
-    return asked == own if kind is None else kind == device_kind(own)
 
 
 def write_profile(
     path: str, profile: Profile, found: AnalysedModel, step: StepShape, measured_layers: int
 ) -> None:
     """Write a profile, and for what it was made; the whole file is written or nothing.
-
-    Args:
-        path: path of the file.
-        profile: the profile.
-        found: the whole model.
-        step: the step that was measured or computed.
-        measured_layers: number of layers whose times were measured.
 
     Raises:
         OSError: the file cannot be written.
@@ -173,8 +149,8 @@ def read_profile(path: str) -> ProfileFile:
     """Read a file that `write_profile` or a training has written.
 
     Raises:
-        ProfileError: the file does not exist or cannot be read.
-        PlanError: it is not a profile, or malformed.
+        ProfileError: the file cannot be read.
+        PlanError: it is no profile, or malformed.
     """
     try:
         text = read_text(path, _MAX_BYTES, ProfileError)

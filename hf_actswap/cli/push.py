@@ -30,26 +30,24 @@ def push(
     ],
     plan: Annotated[
         str | None,
-        options.without_default("--plan", metavar="FILE", help="A plan to publish with it."),
+        typer.Option("--plan", metavar="FILE", help="A plan to publish with it."),
     ] = None,
     base_model: Annotated[
         str | None,
-        options.without_default("--base-model", metavar="ID", help="Hub id of its model, for the card."),
+        typer.Option("--base-model", metavar="ID", help="Hub id of its model, for the card."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     revision: Annotated[
         str | None,
-        options.without_default("--revision", metavar="BRANCH", help="Branch for the commit."),
+        typer.Option("--revision", metavar="BRANCH", help="Branch for the commit."),
     ] = None,
     message: Annotated[
         str | None,
-        options.without_default("--message", metavar="TEXT", help="Message of the commit."),
+        typer.Option("--message", metavar="TEXT", help="Message of the commit."),
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published."""
-
     def ask() -> Answer:
         _reject_plan(config)
         read = load_config(config)
@@ -70,7 +68,7 @@ def push(
             raise PushError([Problem(repo_id, "a repository that takes it", found)]) from error
         document = {"repo_id": repo_id, "commit": str(address), "with_plan": plan is not None}
         use = f'Use it with ActSwapTrainingArguments(actswap="{repo_id}").'
-        return Answer(lambda: document, lambda: [f"Published: {address}", use])
+        return Answer(document, [f"Published: {address}", use])
 
     answer("push", as_json, ask)
 

@@ -18,27 +18,26 @@ import typer
 from ..rehearsal import DEVICES, Options, RehearsalError, build, environment
 from ..rehearsal.errors import one_problem
 from ..rehearsal.launch import REPORTS
-from . import options
-from .output import busy, error_console, shown_problems
-from .rehearsal_report import Rehearsed, read_reports
+from .output import busy, print_parts, shown_problems
+from .rehearsal_report import read_reports, rehearsed
 
 _CANNOT_START = 2
 _OF_SIGNAL = 128
 
 Device = Annotated[
     str,
-    options.without_default("--device", metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}."),
+    typer.Option("--device", metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}."),
 ]
 Devices = Annotated[int, typer.Option("--devices", metavar="N", help="How many of them.")]
 Memory = Annotated[
     str,
-    options.without_default(
+    typer.Option(
         "--memory", metavar="SIZE", help="Memory of each, such as 40GiB. Default: what the device has."
     ),
 ]
 HostMemory = Annotated[
     str,
-    options.without_default(
+    typer.Option(
         "--host-memory", metavar="SIZE", help="Host memory to swap into. Default: what is free here."
     ),
 ]
@@ -58,7 +57,7 @@ Advice = Annotated[
 ]
 Report = Annotated[
     str | None,
-    options.without_default("--report", metavar="FILE", help="Also write what was seen as a JSON document."),
+    typer.Option("--report", metavar="FILE", help="Also write what was seen as a JSON document."),
 ]
 Program = Annotated[
     list[str],
@@ -77,8 +76,6 @@ def rehearse(
     advice: Advice = True,
     report: Report = None,
 ) -> None:
-    """Run a training script without its GPU: whether it fits, what memory holds, what to change."""
-    errors = error_console()
     try:
         asked = Options(device, devices, memory, clock=clock, no_weights=no_weights, host_memory=host_memory)
         command = _command(program)
@@ -88,14 +85,12 @@ def rehearse(
             code = _run(command, {**environment(asked, built), REPORTS: folder})
             processes = read_reports(Path(folder))
     except RehearsalError as error:
-        for part in shown_problems(error.problems, error.subject):
-            errors.print(part)
+        print_parts(shown_problems(error.problems, error.subject), stderr=True)
         raise typer.Exit(_CANNOT_START) from None
-    found = Rehearsed(asked, processes, code, advice)
-    for part in found.shown():
-        errors.print(part)
+    found = rehearsed(asked, processes, code, advice)
+    print_parts(found.shown, stderr=True)
     if report is not None:
-        Path(report).write_text(json.dumps(found.document(), indent=1), encoding="utf-8")
+        Path(report).write_text(json.dumps(found.document, indent=1), encoding="utf-8")
     raise typer.Exit(code)
 
 
@@ -110,7 +105,7 @@ def _command(program: Sequence[str]) -> list[str]:
 
 def _run(command: Sequence[str], settings: Mapping[str, str]) -> int:
     """Run the program to its end and return its exit code as a shell has it."""
-    process = subprocess.Popen(list(command), env=dict(settings))
+    process = subprocess.Popen(command, env=settings)
     with _signals_passed_on(process):
         code = process.wait()
     return code if code >= 0 else _OF_SIGNAL - code
@@ -124,10 +119,9 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
         if process.poll() is None:
             process.send_signal(number)
 
-    own = {signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
     # A terminal sends Ctrl-C to the program too.
-    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    before |= {number: signal.signal(number, what) for number, what in own.items()}
+    own: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
+    before = {number: signal.signal(number, what) for number, what in own.items()}
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from . import options
 from .output import Answer, answer, table_of
 
 
-def _shown(written: WrittenReport) -> Iterable[RenderableType]:
+def _shown(written: WrittenReport) -> Iterator[RenderableType]:
     facts = written.facts
     table = Table.grid(padding=(0, 2))
     table.add_row("steps", str(facts.steps))
@@ -44,23 +44,19 @@ def _shown(written: WrittenReport) -> Iterable[RenderableType]:
 
 
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a training.", show_default=False)
-    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a training.")],
     out: Annotated[
         Path | None,
-        options.without_default(
+        typer.Option(
             "--out", metavar="FILE", help="File for the page. Default: RUN_DIR/actswap/report.html."
         ),
     ] = None,
     png: Annotated[
         Path | None,
-        options.without_default("--png", metavar="DIR", help="Write the pictures as PNG too."),
+        typer.Option("--png", metavar="DIR", help="Write the pictures as PNG too."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured."""
-
     def ask() -> Answer:
         try:
             written = write_report(run_dir, out, png)
@@ -68,7 +64,7 @@ def report(
             raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
         pictures = [str(path) for path in written.pictures]
         document = {"page": str(written.page), "pictures": pictures, **written.facts.document()}
-        return Answer(lambda: document, lambda: _shown(written))
+        return Answer(document, _shown(written))
 
     answer("report", as_json, ask)
 

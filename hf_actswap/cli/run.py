@@ -33,7 +33,6 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
 ) -> None:
-    """Run a training script that you do not own with a plan: its Trainers get what HF_ACTSWAP says."""
     if actswap is None:  # typer takes an empty variable for an absent one
         actswap = OFF if VARIABLE in os.environ else "auto"
     try:

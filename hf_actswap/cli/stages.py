@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,9 +32,9 @@ from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limits_of
-from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
+from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage
 from ..planner.cost.simulate import Simulator
-from ..planner.profile import Prediction, Profile
+from ..planner.profile import Profile
 from ..planner.search.find_plan import plan_stages
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text, table_of
@@ -53,77 +53,13 @@ from .subject import DTYPES, AnalysedModel
 
 _USUAL = 4
 """Default number of micro-batches in a step, for each stage."""
-
 _TRIES = 4
 """Number of layouts that are tried for a better balance."""
-
 _WORTH = 0.005
 """Fraction of the step's time or of the highest peak that a better layout must save."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Predicted time and memory of one stage.
-
-    Args:
-        layers: indices of its layers.
-        plan: the plan of its layers.
-        paper: the stage without its plan.
-        alone: prediction of one micro-batch on it, as if there were no others.
-        run: what the stage does in a step of all micro-batches.
-        peak_bytes: the most device memory in use.
-        count: number of micro-batches of a step.
-        states_bytes: the optimizer's states on the device.
-        states_on_host_bytes: those on the host, kept or paged there.
-    """
-
-    layers: tuple[int, ...]
-    plan: MemoryPlan
-    paper: SimulatedStage
-    alone: Prediction
-    run: StageRun
-    peak_bytes: int
-    count: int
-    states_bytes: int
-    states_on_host_bytes: int
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that a rank of the stage needs: what all micro-batches in flight have swapped."""
-        return math.ceil(self.paper.in_flight * self.alone.host_bytes) + self.states_on_host_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Weights, gradients and the optimizer's states."""
-        return _weights_and_gradients(self.paper.profile) + self.states_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Activations that all micro-batches in flight keep."""
-        return int(self.paper.in_flight * self.alone.kept_bytes)
-
-    @property
-    def each_ms(self) -> float:
-        """Forward and backward of a micro-batch, with waits for copies."""
-        return self.run.busy_ms / self.count
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {
-            "layers": list(self.layers),
-            "fixed_bytes": self.fixed_bytes,
-            "in_flight": float(self.paper.in_flight),
-            "held_bytes": self.held_bytes,
-            "loss_bytes": self.paper.loss_bytes,
-            "buffer_bytes": self.paper.buffer_bytes,
-            "host_bytes": self.host_bytes,
-            "swapped_on_device_bytes": self.run.swapped_bytes,
-            "peak_bytes": self.peak_bytes,
-            "micro_batch_ms": self.each_ms,
-            "stall_ms": self.run.stall_ms / self.count,
-            "micro_batch": prediction_document(self.alone),
-            "plan": json.loads(self.plan.to_json()),
-        }
+FateTable = Callable[[MemoryPlan, Profile], Table]
 
 
 def _weights_and_gradients(profile: Profile) -> int:
@@ -132,12 +68,10 @@ def _weights_and_gradients(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class StagesAnswer:
-    """The answer with all stages of a pipeline. An `output.Answer`.
+    """The answer with all stages of a pipeline.
 
     Args:
-        asker: what was asked for: model, micro-batch, configuration; predicts other layouts.
-        parallel: the ``parallel_config`` section.
-        layout: which stage holds which layers.
+        asker: what was asked for; predicts other layouts.
         pipeline: the stages without plans.
         step: prediction of a step of all micro-batches.
         searched: whether fates were searched.
@@ -164,7 +98,6 @@ class StagesAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether each stage is within the budget."""
         return max(self.step.peaks_bytes) <= self.allocatable_bytes
 
     @cached_property
@@ -199,7 +132,7 @@ class StagesAnswer:
         """The host memory of a rank and of a machine; a machine has ranks of successive stages."""
         asker = self.asker
         of_a_stage = ranks_of_a_stage(asker.found, asker.shape)
-        by_rank = [stage.host_bytes for stage in self.stages for _ in range(of_a_stage)]
+        by_rank = [stage["host_bytes"] for stage in self.stages for _ in range(of_a_stage)]
         ranks = ranks_of_a_machine(asker.found, asker.shape)
         machines = [sum(by_rank[first : first + ranks]) for first in range(0, len(by_rank), ranks)]
         limit, is_written = asker.memory.host_memory_gib, asker.host_is_written
@@ -207,43 +140,51 @@ class StagesAnswer:
 
     @cached_property
     def better(self) -> StagesAnswer | None:
-        """The answer with another offset that balances the stages better; takes as long as a few answers."""
+        """The answer with another offset that balances the stages better: as slow as a few answers."""
         return self.asker.better(self)
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages in their order."""
-        found = []
-        for number, (paper, plan) in enumerate(zip(self.pipeline.stages, self.step.plans, strict=True)):
-            alone = Simulator(paper.profile).predict(
-                plan, optimizer_states_moved=self.states_moved, curve=False
-            )
-            run, peak = self.step.runs[number], self.step.peaks_bytes[number]
-            states = paper.profile.optimizer_state_bytes
-            here, away = (0, states) if self.states_moved else (states, 0)
-            away += self.paged_bytes[number]
-            layers = self.layout.layers_of(number)
-            found.append(Stage(layers, plan, paper, alone, run, peak, self.pipeline.count, here, away))
-        return tuple(found)
+    def stages(self) -> list[dict[str, Any]]:
+        """The numbers of each stage, as JSON values."""
+        return [self._stage(number) for number in range(len(self.pipeline.stages))]
 
-    @property
-    def offset(self) -> str:
-        """The number of layers of each stage, in the notation of ``parallel_config.offset``."""
-        return shown(self.layout.offset)
-
-    @property
-    def waits(self) -> tuple[float, ...]:
-        """For each stage, the fraction of a step in which it has no pass to run."""
-        end_ms = max(run.ends_ms[-1] for run in self.step.runs)
-        return tuple(1 - run.busy_ms / end_ms for run in self.step.runs)
+    def _stage(self, number: int) -> dict[str, Any]:
+        paper, plan, run = self.pipeline.stages[number], self.step.plans[number], self.step.runs[number]
+        # One micro-batch on it, as if there were no others.
+        alone = Simulator(paper.profile).predict(plan, optimizer_states_moved=self.states_moved, curve=False)
+        states = paper.profile.optimizer_state_bytes
+        here, away = (0, states) if self.states_moved else (states, 0)
+        swapped_bytes = math.ceil(paper.in_flight * alone.host_bytes)
+        count, end_ms = self.pipeline.count, max(run.ends_ms[-1] for run in self.step.runs)
+        return {
+            "layers": list(self.layout.layers_of(number)),
+            "fixed_bytes": _weights_and_gradients(paper.profile) + here,
+            "in_flight": float(paper.in_flight),
+            "held_bytes": int(paper.in_flight * alone.kept_bytes),
+            "loss_bytes": paper.loss_bytes,
+            "buffer_bytes": paper.buffer_bytes,
+            "host_bytes": swapped_bytes + away + self.paged_bytes[number],
+            "swapped_on_device_bytes": run.swapped_bytes,
+            "peak_bytes": self.step.peaks_bytes[number],
+            "micro_batch_ms": run.busy_ms / count,
+            "stall_ms": run.stall_ms / count,
+            "micro_batch": prediction_document(alone),
+            "plan": json.loads(plan.to_json()),
+            "waits_share": 1 - run.busy_ms / end_ms,
+        }
 
     @property
     def bubble(self) -> float:
         """The fraction of a step for which stages of equal size wait."""
         return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
-    def document(self) -> Mapping[str, Any]:
-        """Return the fields as JSON values."""
+    def document(self) -> dict[str, Any]:
+        other = self.better
+        better = other and {
+            "offset": shown(other.layout.offset),
+            "step_ms": other.step.step_ms,
+            "peaks_bytes": list(other.step.peaks_bytes),
+        }
         return {
             "model": self.asker.found.document(),
             "step": self.asker.shape.document(),
@@ -257,21 +198,11 @@ class StagesAnswer:
             "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
             "allocatable_bytes": self.allocatable_bytes,
-            "stages": [
-                {**stage.document(), "waits_share": waits}
-                for stage, waits in zip(self.stages, self.waits, strict=True)
-            ],
-            "better": None
-            if self.better is None
-            else {
-                "offset": self.better.offset,
-                "step_ms": self.better.step.step_ms,
-                "peaks_bytes": list(self.better.step.peaks_bytes),
-            },
+            "stages": self.stages,
+            "better": better,
         }
 
-    def shown(self) -> Iterable[RenderableType]:
-        """Yield the text and tables to print."""
+    def shown(self) -> Iterator[RenderableType]:
         memory, device_bytes = self.asker.memory, self.pipeline.stages[0].profile.device_bytes
         ranks = ranks_of_a_machine(self.asker.found, self.asker.shape)
         mode = f"; mode {memory.mode}" if self.searched else ""
@@ -291,11 +222,11 @@ class StagesAnswer:
         if self.better is not None:
             most = size_text(max(self.better.step.peaks_bytes))
             yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
-            yield f"  offset: {self.better.offset}"
-        for number, stage in enumerate(self.stages):
-            if stage.plan.rows:
+            yield f"  offset: {shown(self.better.layout.offset)}"
+        for number, (plan, paper) in enumerate(zip(self.step.plans, self.pipeline.stages, strict=True)):
+            if plan.rows:
                 yield heading(f"Stage {number}: a micro-batch")
-                yield self.asker.table(stage.plan, stage.paper.profile)
+                yield self.asker.table(plan, paper.profile)
         yield ""
         yield from listed([*_notes(self.parallel), *assumptions(self.asker.found, self.asker.shape)])
         yield self._use_line()
@@ -314,15 +245,15 @@ class StagesAnswer:
         table = table_of(">Stage", "Layers", ">Fixed", ">In flight", ">Peak", ">Each", ">Waits")
         table.columns[0].no_wrap = False
         for number, stage in enumerate(self.stages):
-            over = " !" if stage.peak_bytes > self.allocatable_bytes else ""
+            over = " !" if stage["peak_bytes"] > self.allocatable_bytes else ""
             table.add_row(
                 str(number),
-                format_scopes(stage.layers),
-                size_text(stage.fixed_bytes),
-                f"{float(stage.paper.in_flight):g} x {size_text(stage.alone.kept_bytes)}",
-                f"{size_text(stage.peak_bytes)}{over}",
-                step_ms_text(stage.each_ms),
-                f"{self.waits[number]:.0%}",
+                format_scopes(stage["layers"]),
+                size_text(stage["fixed_bytes"]),
+                f"{stage['in_flight']:g} x {size_text(stage['micro_batch']['kept_bytes'])}",
+                f"{size_text(stage['peak_bytes'])}{over}",
+                step_ms_text(stage["micro_batch_ms"]),
+                f"{stage['waits_share']:.0%}",
             )
         return table
 
@@ -346,16 +277,13 @@ def _notes(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def answer_stages(
-    asked: PlanRequest, config: ActSwapConfig, found: AnalysedModel, shape: StepShape, table: Any
+    asked: PlanRequest, config: ActSwapConfig, found: AnalysedModel, shape: StepShape, table: FateTable
 ) -> StagesAnswer:
     """Return the answer of ``hf-actswap plan`` for a pipeline.
 
     Args:
-        asked: the arguments and options of the command.
-        config: the configuration; its ``parallel_config`` runs a pipeline.
-        found: the model.
         shape: batch, tokens and device of a micro-batch.
-        table: function of a plan and a profile that makes the table of fates.
+        table: makes the table of fates.
 
     Raises:
         PipelineError: the model cannot be divided into these stages.
@@ -367,23 +295,13 @@ def answer_stages(
     if problems := list(_problems(asked, config, count)):
         raise PlanError(problems, config.source)
     with busy(f"the layers of {found.described()}"):
-        form = StagedModel(
-            found.model, found.shape, layout_of(found.shape, parallel), 0, parallel.sequence_ranks
-        )
+        layout = layout_of(found.shape, parallel)
+        form = StagedModel(found.model, found.shape, layout, 0, parallel.sequence_ranks)
         _learn(form, shape)
-    asker = LayoutPredictor(
-        config,
-        found,
-        shape,
-        count,
-        form,
-        memory_in_force(
-            config, asked.budget_bytes, shape, ranks_of_a_machine(found, shape), asked.host_bytes
-        ),
-        table,
-        asked.host_bytes is not None or config.memory.host_memory_gib is not None,
-    )
-    return asker.answer(parallel)
+    ranks = ranks_of_a_machine(found, shape)
+    memory = memory_in_force(config, asked.budget_bytes, shape, ranks, asked.host_bytes)
+    written = asked.host_bytes is not None or config.memory.host_memory_gib is not None
+    return LayoutPredictor(config, found, shape, count, form, memory, table, written).answer(parallel)
 
 
 @dataclass(frozen=True)
@@ -391,11 +309,10 @@ class LayoutPredictor:
     """Predicts different layouts of one model.
 
     Args:
-        config, found, shape, table: see `answer_stages`.
         count: number of micro-batches of a step.
         form: the model in stages, after `record_layer_outputs`.
-        memory: the ``memory`` section to use.
-        host_is_written: whether it has a limit of host memory by the user.
+        memory: the ``memory`` section in force.
+        host_is_written: whether its limit of host memory is the user's.
     """
 
     config: ActSwapConfig
@@ -404,14 +321,13 @@ class LayoutPredictor:
     count: int
     form: StagedModel
     memory: MemoryConfig
-    table: Any
-    host_is_written: bool = False
+    table: FateTable
+    host_is_written: bool
 
     def answer(self, parallel: ParallelConfig, budget: int | None = None) -> StagesAnswer:
         """Predict the stages of a layout; search their fates if the configuration has a memory mode.
 
         Args:
-            parallel: the section ``parallel_config`` that gives the layout.
             budget: memory budget of each device, in bytes; ``None``: that of the ``memory`` section.
         """
         layout = layout_of(self.found.shape, parallel)
@@ -465,9 +381,8 @@ class LayoutPredictor:
 
     def better(self, answer: StagesAnswer) -> StagesAnswer | None:
         """Return an answer whose layers are balanced better, if one is found by moving layers one by one."""
-        best, left, tried = answer, _TRIES, {answer.layout.counts}
-        while left and (counts := next(_moved_counts(best, tried), None)) is not None:
-            left -= 1
+        best, tried = answer, {answer.layout.counts}
+        while len(tried) <= _TRIES and (counts := next(_moved_counts(best, tried), None)) is not None:
             tried.add(counts)
             try:
                 parallel = replace(answer.parallel, offset=PipelineLayout(counts).offset)
@@ -525,7 +440,7 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
 
 
 def _buffer_bytes(staged: StagedModel, shape: StepShape) -> int:
-    """Return the bytes of receive buffers for a micro-batch: inputs of chunks, gradients of their outputs."""
+    """Return the bytes received for a micro-batch: inputs of chunks, gradients of their outputs."""
     relay, tokens = staged.relay, -(-shape.tokens // staged.sequence_ranks)
     hidden_bytes = shape.sequences * tokens * relay.hidden_size * relay.dtype.itemsize
     return sum(hidden_bytes * ((not chunk.is_first) + (not chunk.is_last)) for chunk in staged.own_chunks)

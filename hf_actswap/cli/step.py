@@ -1,10 +1,8 @@
-"""Describes a training step (`StepShape`) and computes its profile on fake tensors, for all commands.
-
-Computes how many bytes of states optimizers keep, and how many more their step needs.
-"""
+"""Describes a training step (`StepShape`), computes its profile on fake tensors, and optimizers' bytes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +19,8 @@ from ..engine.install import put_tiles, tile_parts
 from ..errors import PlanError, Problem
 from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import Scope, Tile
+from ..plan.actions import OpCall, Scope, Tile
+from ..plan.record import SavedStorage
 from ..plan.tiles import tile_ladder
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
@@ -43,17 +42,17 @@ _SMALL_PAGED = 100_000
 
 
 def _own_type(weight: torch.Tensor) -> int:
-    """Return the bytes of torch.optim's AdamW: two moments in the type of the weight."""
+    """Two moments in the type of the weight: torch.optim's AdamW."""
     return 2 * weight.nbytes
 
 
 def _fp32(weight: torch.Tensor) -> int:
-    """Return the bytes of bitsandbytes' 32-bit Adam: two moments in fp32."""
+    """Two moments in fp32: bitsandbytes' 32-bit Adam."""
     return 8 * weight.numel()
 
 
 def _master(weight: torch.Tensor) -> int:
-    """Return the bytes of mixed-precision Adam: two fp32 moments, and an fp32 copy of weights of other types.
+    """Two fp32 moments, and an fp32 copy of weights of other types: mixed-precision Adam.
 
     Source: ZeRO, section 3.1 (K = 12); DeepSpeed and Megatron.
     """
@@ -61,7 +60,7 @@ def _master(weight: torch.Tensor) -> int:
 
 
 def _8bit(weight: torch.Tensor) -> int:
-    """Return the bytes of 8-bit Adam: two bytes an element, and an fp32 maximum for each block of a moment.
+    """Two bytes an element, and an fp32 maximum for each block of a moment: 8-bit Adam.
 
     Source: Dettmers et al., 2110.02861, section 2. Blocks have 256 elements (bitsandbytes since 0.44);
     tensors of fewer than 4,096 elements keep fp32.
@@ -72,7 +71,7 @@ def _8bit(weight: torch.Tensor) -> int:
 
 
 def _adafactor(weight: torch.Tensor) -> int:
-    """Return the bytes of transformers' Adafactor: fp32 means of rows and columns of the squared gradient."""
+    """fp32 means of rows and columns of the squared gradient: transformers' Adafactor."""
     if weight.dim() < 2:
         return 4 * weight.numel()
     return 4 * (weight.numel() // weight.shape[-1] + weight.numel() // weight.shape[-2])
@@ -96,19 +95,13 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
 
     An 8-bit optimizer has fp32 states for embeddings, which transformers' Trainer asks bitsandbytes for. The
     states of a paged optimizer stay on the device for tensors of fewer than 100,000 elements (bitsandbytes'
-    ``get_state_buffer``).
-
-    Args:
-        optimizer: one of `options.PaperOptimizerName`; ``None``: not given, so both numbers are 0.
-        model: the model; its parameters with ``requires_grad`` are trained.
+    ``get_state_buffer``). Of no optimizer (``None``) both are 0.
     """
     if optimizer is None:
         return 0, 0
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     here = paged = 0
-    for weight in model.parameters():
-        if not weight.requires_grad:
-            continue
+    for weight in _trained(model):
         of_8bit = optimizer.endswith("8bit") and id(weight) in embeddings
         size_bytes = (_fp32 if of_8bit else _STATES[optimizer])(weight)
         if optimizer.startswith("paged") and weight.numel() >= _SMALL_PAGED:
@@ -118,6 +111,10 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
     return here, paged
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
 def step_bytes(optimizer: str | None, model: nn.Module) -> int:
     """Return the bytes that an optimizer's step allocates and frees again.
 
@@ -125,11 +122,10 @@ def step_bytes(optimizer: str | None, model: nn.Module) -> int:
     (``_multi_tensor_adamw``). Transformers' Adafactor has the gradient, the weight, and the update before and
     after its scaling in fp32, for one weight at a time. Fused and 8-bit optimizers need nothing of this size.
     """
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
     if optimizer == "adamw_torch":
-        return sum(weight.nbytes for weight in trained)
+        return sum(weight.nbytes for weight in _trained(model))
     if optimizer == "adafactor":
-        return max((4 * 4 * weight.numel() for weight in trained), default=0)
+        return max((4 * 4 * weight.numel() for weight in _trained(model)), default=0)
     return 0
 
 
@@ -141,21 +137,18 @@ class StepShape:
     """Batch, device, precision and optimizer of a training step.
 
     Args:
-        sequences: number of sequences of a micro-batch.
-        tokens: number of tokens of a sequence.
         device: one of `planner.record.devices`, or the name of the device that was measured.
-        autocast: type of mixed precision, or ``None``.
         optimizer: the optimizer whose states are counted; ``None``: not given.
         gradient_dtype: type of gradients until the optimizer's step; ``None``: that of the weights.
-        sharding: what data-parallel ranks shard; ``None``: nothing.
+        sharding: what data-parallel ranks shard.
         weights: where frozen weights of the layers are while no layer reads them.
         micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
         in_backward: whether the optimizer steps each parameter in backward.
         states_leave: whether the optimizer's states are on the host between its steps, because it is written.
     """
 
-    sequences: int
-    tokens: int
+    sequences: int  # of a micro-batch
+    tokens: int  # of a sequence
     device: str
     autocast: AutocastName | None
     optimizer: PaperOptimizerName | None
@@ -196,21 +189,13 @@ class StepShape:
 
 
 def device_name(asked: str | None) -> str:
-    """Return the device to predict for: the one asked for, the one that is here, else `DEFAULT_DEVICE`.
-
-    Raises:
-        PlanError: the device asked for is unknown.
-    """
-    if asked is not None:
-        return device_rates(asked).name
-    return kind_here() or DEFAULT_DEVICE
+    """Return the device to predict for: the one asked for, the one that is here, else `DEFAULT_DEVICE`."""
+    return device_rates(asked).name if asked is not None else kind_here() or DEFAULT_DEVICE
 
 
 def kind_here() -> str | None:
     """Return the kind of this machine's GPU (`config.sizes.DEVICE_KINDS`); ``None``: unknown, or no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return device_kind(torch.cuda.get_device_name())
+    return device_kind(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def profile_of(
@@ -224,9 +209,6 @@ def profile_of(
     """Return the profile of a step: run it on fake tensors, in tiles as a training would.
 
     Args:
-        found: the model.
-        step: batch, device and optimizer.
-        tiles: tiles of a plan.
         has_loss: whether the model computes a loss; if not, backward begins at its output (a pipeline stage
             before the last).
         gradients_exist: whether gradients of an earlier micro-batch are on the device.
@@ -272,16 +254,12 @@ def profile_of(
 
 
 def stepped_in_backward(found: AnalysedModel, step: StepShape, profile: Profile) -> Profile:
-    """Return the profile of a step whose optimizer steps in backward, given that of the step without.
-
-    Raises:
-        PlanError: the optimizer of the step cannot.
-    """
+    """Return the profile of a step whose optimizer steps in backward, given that of the step without."""
     if problems := list(problems_in_backward(step)):
         raise PlanError(problems)
     whole = step_bytes(step.optimizer, found.model)
     profile = replace(profile, outside_base_bytes=profile.outside_base_bytes - whole)
-    trained = sum(weight.nbytes for weight in found.model.parameters() if weight.requires_grad)
+    trained = sum(weight.nbytes for weight in _trained(found.model))
     resident = profile.optimizer_state_bytes // DEFAULT_SHARE if step.states_leave else 0
     return with_optimizer_in_backward(profile, step.micro_batches > 1, resident, whole / max(trained, 1))
 
@@ -310,14 +288,11 @@ def weights_on_host(found: AnalysedModel, step: StepShape) -> Mapping[Scope, int
     """
     if step.weights == "keep":
         return {}
-    beside = {"--quantize": found.quantize is not None, "--shard": step.sharding is not None}
-    if problems := [_not_beside(name) for name, asked in beside.items() if asked]:
-        raise PlanError(problems)
+    beside = {"--quantize": found.quantize, "--shard": step.sharding}
+    if asked := [name for name, value in beside.items() if value is not None]:
+        hint = "Leave one out."
+        raise PlanError([Problem("memory.weights", f"keep beside {name}", "host", hint) for name in asked])
     return sizes_on_host(found.model, found.shape)
-
-
-def _not_beside(option: str) -> Problem:
-    return Problem("memory.weights", f"keep beside {option}", "host", "Leave one out.")
 
 
 def ranks_of_a_machine(found: AnalysedModel, step: StepShape) -> int:
@@ -337,10 +312,7 @@ def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[Til
 
 
 def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseline:
-    """Return sizes of stored weights and gradients (quantised, sharded, or in another type).
-
-    Buffers count as weights outside the layers.
-    """
+    """Return sizes of stored weights and gradients; buffers count as weights outside the layers."""
     less: dict[int, int] = {}
     passing: dict[tuple[Scope, str], int] = {}
     passing_ms: dict[tuple[Scope, str], float] = {}
@@ -356,9 +328,9 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
                     passing_ms[index, path] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
     weight_bytes = profile.weight_bytes - sum(less.values())
-    trained = [weight for weight in found.model.parameters() if weight.requires_grad]
     scale = Fraction(1)
     if step.gradient_dtype is not None:
+        trained = _trained(found.model)
         made = sum(weight.nbytes for weight in trained)
         scale = Fraction(DTYPES[step.gradient_dtype].itemsize * sum(map(torch.Tensor.numel, trained)), made)
     return Baseline(
@@ -401,15 +373,20 @@ def saved_by_row(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, Pla
 
     The row is ``None`` where no row does.
     """
-    found: dict[tuple[Scope, PlanRow | None], int] = {}
+    found: Counter[tuple[Scope, PlanRow | None]] = Counter()
     for storage in profile.saved.storages:
-        first = next((use for use in storage.uses if use.kind == "saved"), None)
-        scope, path, ordinal = (None, "", None) if first is None else first.producer
-        if scope is None:
-            continue
-        key = scope, plan.row(scope, path, ordinal)
-        found[key] = found.get(key, 0) + storage.size_bytes
+        scope, path, ordinal = _producer_of(storage)
+        if scope is not None:
+            found[scope, plan.row(scope, path, ordinal)] += storage.size_bytes
     return found
+
+
+def _producer_of(storage: SavedStorage, without_saving: bool = False) -> OpCall:
+    """Return what produced a storage that autograd saves, or, if asked for, one that it does not save."""
+    first = next((use for use in storage.uses if use.kind == "saved"), None)
+    if first is None and without_saving and storage.uses:
+        first = storage.uses[0]
+    return (None, "", None) if first is None else first.producer
 
 
 def bytes_by_fate(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, str, StorageOutcome], int]:
@@ -418,17 +395,13 @@ def bytes_by_fate(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, st
     The op path is that of the plan's row that decides on them; an empty one: no row does. A storage that a
     recomputed op reads may be swapped or kept although autograd saves it nowhere.
     """
-    found: dict[tuple[Scope, str, StorageOutcome], int] = {}
+    found: Counter[tuple[Scope, str, StorageOutcome]] = Counter()
     for storage, outcome in zip(profile.saved.storages, fates_of(profile, plan), strict=True):
-        first = next((use for use in storage.uses if use.kind == "saved"), None)
-        if first is None and outcome in ("swap", "keep") and storage.uses:
-            first = storage.uses[0]
-        scope, path, ordinal = (None, "", None) if first is None else first.producer
-        if scope is None:
-            continue
-        row = plan.row(scope, path, ordinal)
-        key = scope, "" if row is None else row.op_path or "everything", outcome
-        found[key] = found.get(key, 0) + storage.size_bytes
+        scope, path, ordinal = _producer_of(storage, without_saving=outcome in ("swap", "keep"))
+        if scope is not None:
+            row = plan.row(scope, path, ordinal)
+            op = "" if row is None else row.op_path or "everything"
+            found[scope, op, outcome] += storage.size_bytes
     return found
 
 

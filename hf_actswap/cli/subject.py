@@ -33,15 +33,10 @@ class AnalysedModel:
     """A model to plan for.
 
     Args:
-        name: the model, as the user named it.
+        name: as the user named it.
         model: the model on ``meta``; with several tensor-parallel ranks the part of rank 0.
-        shape: its layers and ops.
-        parameters: number of parameters of the whole model, adapters included.
-        trained: number of parameters that are trained.
-        dtype: type of its weights.
-        tensor_parallel_size: number of ranks that hold the model together.
+        parameters, trained: numbers of parameters of the whole model, adapters included.
         quantize: how its frozen linear layers are stored; ``None``: in ``dtype``.
-        pipeline_stages: number of stages that it is divided into.
     """
 
     name: str
@@ -64,7 +59,8 @@ class AnalysedModel:
         base = f", {self.quantize} base" if self.quantize else ""
         part = f", {self.trained / 1e6:.2f} M trained" if self.trained < self.parameters else ""
         kind = self.shape.family or self.name
-        made, named = _unwrapped_class(self.model), getattr(self.model.config, "architectures", None) or ()
+        inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # PEFT
+        made, named = type(inner).__name__, getattr(self.model.config, "architectures", None) or ()
         if named and made not in named:  # of an encoder and decoder transformers makes the decoder alone
             kind += f" as {made}"
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
@@ -95,18 +91,14 @@ def with_tp(config: ActSwapConfig, tp: int | None) -> ActSwapConfig:
 def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[AnalysedModel]:
     """Make the model as one rank holds it; within the block its forward runs on fake tensors.
 
-    Args:
-        asked: which model, and how it is trained.
-        config: the configuration; its ``parallel_config`` divides the model.
-
     Raises:
         ModelError: there is no such model.
-        PatchError: the model cannot be divided.
+        PatchError: the model cannot be divided as ``parallel_config`` says.
         PlanError: the model has no decoder layers.
     """
-    model, size = model_on_meta(asked), config.parallel_config.tensor_parallel_size
+    model, parallel = model_on_meta(asked), config.parallel_config
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    parallel = config.parallel_config
+    size = parallel.tensor_parallel_size
     stages = parallel.pipeline_stage if parallel.runs_pipeline else 1
     facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize, stages
     if size == 1:
@@ -116,12 +108,8 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[AnalysedMode
         expected = "1 where weights are quantised"
         raise ModelError([Problem("parallel_config.tensor_parallel_size", expected, str(size))])
     with rank_0_of(size) as group:
-        yield AnalysedModel(asked.name, model, _divided(model, config, group), *facts)
-
-
-def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) -> ModelStructure:
-    patch_model(model, config.parallel_config, group)
-    return model_structure(model)
+        patch_model(model, parallel, group)
+        yield AnalysedModel(asked.name, model, model_structure(model), *facts)
 
 
 class _ReplicatedStore(Store):
@@ -132,16 +120,17 @@ class _ReplicatedStore(Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        self._values[_without_rank(key)] = value if isinstance(value, bytes) else str(value).encode()
+        name = key.rpartition("/")[0]
+        self._values[name] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        return self._values[_without_rank(key)]
+        return self._values[key.rpartition("/")[0]]
 
     def add(self, _key: str, amount: int) -> int:
         return amount
 
     def wait(self, _keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """Return at once: all ranks have written."""
+        pass  # all ranks have written
 
     def check(self, _keys: Sequence[str]) -> bool:
         return True
@@ -153,9 +142,6 @@ def rank_0_of(size: int) -> Iterator[dist.ProcessGroup]:
 
     So a rank's part of the model can be made in one process. PyTorch's fake process group returns from every
     collective at once and moves no data; fake tensors have no data.
-
-    Raises:
-        RuntimeError: a process group exists already.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: this command pretends to be one of several")
@@ -168,15 +154,6 @@ def rank_0_of(size: int) -> Iterator[dist.ProcessGroup]:
             yield group
     finally:
         dist.destroy_process_group()
-
-
-def _without_rank(key: str) -> str:
-    return key.rpartition("/")[0]
-
-
-def _unwrapped_class(model: nn.Module) -> str:
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT
-    return type(base).__name__
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -193,11 +170,7 @@ class ModelError(ActSwapError):
 
 
 def model_on_meta(asked: ModelRequest) -> nn.Module:
-    """Return the model in training mode on ``meta``, with its adapters (`random_model`).
-
-    Raises:
-        ModelError: there is no such model, or PEFT is missing or finds nothing to adapt.
-    """
+    """Return the model in training mode on ``meta``, with its adapters (`random_model`)."""
     meta = torch.device("meta")
     model = random_model(asked.name, asked.dtype, meta, trust_remote_code=asked.trust_remote_code)
     return model if asked.lora is None else _adapted(model, asked.lora, meta)
@@ -241,10 +214,8 @@ def random_model(
 
     Args:
         name: a path, which has precedence if it exists, or ``org/name`` or ``org/name@revision``.
-        dtype: type of its weights; ``None``: that of its configuration, else fp32.
-        device: device of its weights.
-        layers: number of decoder layers to make, the first ones; ``None``: all.
-        trust_remote_code: whether code beside the configuration may run.
+        dtype: ``None``: that of its configuration, else fp32.
+        layers: how many of the first decoder layers to make; ``None``: all.
 
     Raises:
         ModelError: there is no such model, or it is not a causal language model of transformers.
@@ -255,7 +226,8 @@ def random_model(
         config = AutoConfig.from_pretrained(**place, trust_remote_code=trust_remote_code)
         if layers is not None:
             _cut_to(config.get_text_config(), layers)
-        wanted = DTYPES[dtype] if dtype is not None else _dtype_of(config)
+        wanted = getattr(config, "dtype", None) if dtype is None else DTYPES[dtype]
+        wanted = wanted if isinstance(wanted, torch.dtype) else torch.float32
         with torch.device(device):
             model: nn.Module = _class_for(config).from_config(
                 config, dtype=wanted, trust_remote_code=trust_remote_code
@@ -275,7 +247,7 @@ def random_model(
 
 
 def _class_for(config: Any) -> Any:
-    """Return what makes the model: of images and text only where transformers has no causal model for it."""
+    # Of images and text only where transformers has no causal model for it.
     causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     of_images = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if of_images and not causal else AutoModelForCausalLM
@@ -295,23 +267,15 @@ def dtype_name(model: nn.Module) -> str:
 
 def _cut_to(config: Any, layers: int) -> None:
     """Cut a configuration to its first layers, also in lists with an entry per layer (``layer_types``)."""
-    count = config.num_hidden_layers
-    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
-    for key, value in lists.items():
-        if len(value) == count:
+    for key, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, key, value[:layers])
     config.num_hidden_layers = layers
 
 
-def _dtype_of(config: Any) -> torch.dtype:
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
-
-
 def _with_code(name: str) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` that locate configuration and code: a folder or a Hub id."""
-    path = Path(name)
-    hub_id = None if path.exists() else split_hub_id(name)
+    hub_id = None if Path(name).exists() else split_hub_id(name)
     if hub_id is None:
         return {"pretrained_model_name_or_path": str(Path(_config_path(name)).parent)}
     return {"pretrained_model_name_or_path": hub_id[0], "revision": hub_id[1]}
@@ -326,16 +290,19 @@ def _config_path(name: str) -> str:
     if exists:
         inside = path / _FILE if path.is_dir() else path
         if not inside.is_file():
-            raise ModelError([Problem("model", _EXPECTED, f"'{name}': a folder without {_FILE}")])
+            raise _no_model(name, f"a folder without {_FILE}")
         return str(inside)
     hub_id = split_hub_id(name)
     if hub_id is None:
-        raise ModelError([Problem("model", _EXPECTED, f"'{name}': no such file or folder, and no Hub id")])
+        raise _no_model(name, "no such file or folder, and no Hub id")
     try:
         return fetch(hub_id[0], _FILE, hub_id[1], HubOptions(), _MAX_BYTES).path
     except OSError as error:
-        found = f"'{name}': no such file or folder, and from the Hub: {error}"
-        raise ModelError([Problem("model", _EXPECTED, found)]) from error
+        raise _no_model(name, f"no such file or folder, and from the Hub: {error}") from error
+
+
+def _no_model(name: str, found: str) -> ModelError:
+    return ModelError([Problem("model", _EXPECTED, f"'{name}': {found}")])
 
 
 def _why(name: str, error: Exception) -> str:

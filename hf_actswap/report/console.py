@@ -1,7 +1,4 @@
-"""What a console shows while a program runs: progress bars for slow work, and log lines.
-
-Shows the effective plan: in a few lines of words, or as a table with equal layers in one row.
-"""
+"""What a console shows while a program runs: progress bars for slow work, log lines, the effective plan."""
 
 from __future__ import annotations
 
@@ -24,31 +21,23 @@ from ..plan.model_structure import ModelStructure
 
 logger = logging.getLogger(__name__)
 
-STABLE = "stable"
 T = TypeVar("T")
 
 
-def shows_bars(console: Console) -> bool:
-    """Whether a bar is drawn: on a terminal, unless bars are switched off.
-
-    They are switched off by ``disable_progress_bar()`` of transformers' logging, ``disable_progress_bars()``
-    of huggingface_hub, or ``HF_HUB_DISABLE_PROGRESS_BARS=1``.
-    """
-    return console.is_terminal and not are_progress_bars_disabled()
-
-
 class Bar:
-    """A line on stderr on a terminal, which disappears at the end; elsewhere nothing is shown.
+    """A line on a terminal, which disappears at the end; elsewhere nothing is shown.
 
-    It is drawn at each call, not by a thread, so it does not disturb the trainer's own bar.
-
-    Args:
-        console: ``None``: stderr.
+    It is drawn at each call, not by a thread, so it does not disturb the trainer's own bar. These switch it
+    off: ``disable_progress_bar()`` of transformers' logging, ``disable_progress_bars()`` of huggingface_hub,
+    ``HF_HUB_DISABLE_PROGRESS_BARS=1``.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
+
+    def _is_drawn(self) -> bool:
+        return self._console.is_terminal and not are_progress_bars_disabled()
 
     def close(self) -> None:
         """Remove the line, also before the work is done. Safe to call again."""
@@ -56,13 +45,11 @@ class Bar:
         if progress is not None:
             progress.stop()
 
-    def _draw(
-        self, columns: Sequence[ProgressColumn], what: str, done: int, total: int, left: int = 0
-    ) -> None:
+    def _draw(self, columns: Sequence[ProgressColumn], done: int, total: int, left: int = 0) -> None:
         if self._progress is None:
             console = self._console
             self._progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
-            self._progress.add_task(what, total=total, left=left)
+            self._progress.add_task("", total=total, left=left)
             self._progress.start()
         task = self._progress.task_ids[0]
         self._progress.update(task, completed=done, total=total, refresh=True, left=left)
@@ -83,9 +70,9 @@ class BytesBar(Bar):
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Show the progress; when the two are equal, the bar disappears."""
-        if self._shown and shows_bars(self._console):
+        if self._shown and self._is_drawn():
             columns = TextColumn(self._title), BarColumn(), DownloadColumn(binary_units=True)
-            self._draw(columns, "", done_bytes, total_bytes)
+            self._draw(columns, done_bytes, total_bytes)
         if done_bytes >= total_bytes:
             self.close()
 
@@ -94,10 +81,6 @@ class PinningBar(BytesBar):
     """A `BytesBar` while host memory is page-locked, for the host pool's ``progress``: for one rank only.
 
     At the end it writes a log line, whether the bar is drawn or not.
-
-    Args:
-        console: by default stderr.
-        shown: ``False``: nothing is drawn.
     """
 
     def __init__(self, console: Console | None = None, shown: bool = True) -> None:
@@ -133,18 +116,17 @@ class PlannerBar(Bar):
             phase: the planner's phase; ``stable`` is the end.
             steps_left: the most steps that are left in the phase.
         """
-        if phase == STABLE:
+        if phase == "stable":
             self.close()
             return
-        if not shows_bars(self._console):
+        if not self._is_drawn():
             return
         if self._progress is None or phase != self._phase:
             self.close()
             self._phase, self._steps = phase, steps_left
         left = "{task.fields[left]} step(s) left at most"
-        columns = TextColumn(f"{self._title}: {{task.description}}"), BarColumn(), TextColumn(left)
-        done = max(self._steps - steps_left, 0)
-        self._draw(columns, phase, done, max(self._steps, 1), left=steps_left)
+        columns = TextColumn(f"{self._title}: {phase}"), BarColumn(), TextColumn(left)
+        self._draw(columns, max(self._steps - steps_left, 0), max(self._steps, 1), steps_left)
 
 
 @contextmanager
@@ -167,25 +149,12 @@ def console_logging(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
-_MEASURED = "auto"
-"""Text for windows that the engine chooses from measured times; its choice is among the adjustments."""
-
-
-_MOST_ADJUSTMENTS = 1
-
-
 def plan_summary(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:
-    """Return what a plan does, and which requests were changed, in at most eight lines.
-
-    Args:
-        plan: the plan.
-        structure: layers and ops of the model; see `plan_in_words`.
-    """
+    """Return what a plan does (`plan_in_words`), and which requests were changed, in at most eight lines."""
     title = f"Activation plan, {plan.num_layers} {plan.family} layers:".replace("  ", " ")
     lines = [title, *(f"  {line}" for line in plan_in_words(plan, structure))]
-    changed = [str(item) for item in plan.adjustments]
-    lines += [f"  changed: {item}" for item in changed[:_MOST_ADJUSTMENTS]]
-    if (left := len(changed) - _MOST_ADJUSTMENTS) > 0:
+    lines += [f"  changed: {item}" for item in plan.adjustments[:1]]
+    if (left := len(plan.adjustments) - 1) > 0:
         lines.append(f"  changed: {left} more request(s) (`log: full` lists them)")
     return lines
 
@@ -197,17 +166,6 @@ def plan_table(plan: MemoryPlan, width: int = 110) -> str:
         plan: the plan to show.
         width: width of the table in characters; each adjustment is one line, however long.
     """
-    out = StringIO()
-    # In a notebook a console would show HTML and write nothing to its file.
-    console = Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False)
-    console.print(_rows_table(plan))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    if plan.adjustments:
-        lines += ["Requests that were changed:", *(f"  - {adjustment}" for adjustment in plan.adjustments)]
-    return "\n".join(lines)
-
-
-def _rows_table(plan: MemoryPlan) -> Table:
     title = f"Activation plan: {plan.num_layers} {plan.family} layers".replace("  ", " ")
     table = Table(title=title, title_justify="left")
     for column in ("Layers", "Op", "Fate", "Prefetch (ops)", "Release (ops)"):
@@ -216,7 +174,14 @@ def _rows_table(plan: MemoryPlan) -> Table:
         for row in rows:
             table.add_row(*row)
         table.add_section()
-    return table
+    out = StringIO()
+    # In a notebook a console would show HTML and write nothing to its file.
+    console = Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False)
+    console.print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    if plan.adjustments:
+        lines += ["Requests that were changed:", *(f"  - {adjustment}" for adjustment in plan.adjustments)]
+    return "\n".join(lines)
 
 
 Cells = tuple[str, str, str, str, str]
@@ -225,7 +190,11 @@ Cells = tuple[str, str, str, str, str]
 
 def folded_rows(plan: MemoryPlan) -> Iterator[list[Cells]]:
     """Yield the rows of a plan's table in groups: layers with equal rows, then tiles and chunks."""
-    for label, found, _ in folded(plan, lambda scope: map(_cells, _rows_of(plan, scope))):
+
+    def cells_of(scope: Scope) -> list[tuple[str, str, str, str]]:
+        return [_cells(row) for row in plan.rows if row.scope == scope]
+
+    for label, found, _ in folded(plan, cells_of):
         if label:
             cells = found or (_cells(PlanRow(0, "", "keep")),)
             yield [(label if not number else "", *row) for number, row in enumerate(cells)]
@@ -238,21 +207,12 @@ def folded_rows(plan: MemoryPlan) -> Iterator[list[Cells]]:
 def folded(
     plan: MemoryPlan, lines_of: Callable[[Scope], Iterable[T]]
 ) -> Iterator[tuple[str, tuple[T, ...], list[Scope]]]:
-    """Yield label, lines and scopes of the scopes with equal lines; the label is empty if nothing is to say.
-
-    Args:
-        plan: the plan whose scopes are folded.
-        lines_of: returns the lines of a scope.
-    """
+    """Yield label, lines and scopes of scopes with equal lines; the label is empty if nothing is to say."""
     groups: dict[tuple[T, ...], list[Scope]] = {}
     for scope in plan.scopes:
         groups.setdefault(tuple(lines_of(scope)), []).append(scope)
     for lines, scopes in groups.items():
         yield format_scopes(scope for scope in scopes if lines or scope not in SCOPES), lines, scopes
-
-
-def _rows_of(plan: MemoryPlan, scope: Scope) -> Iterator[PlanRow]:
-    return (row for row in plan.rows if row.scope == scope)
 
 
 def op_and_fate(row: PlanRow) -> tuple[str, str]:
@@ -266,7 +226,7 @@ def op_and_fate(row: PlanRow) -> tuple[str, str]:
 
 def _cells(row: PlanRow) -> tuple[str, str, str, str]:
     name, fate = op_and_fate(row)
-    if row.windows is None:
-        windows = _MEASURED if row.fate == "swap" else ""
+    if row.windows is None:  # the engine chooses a swap's from measured times: it is among the adjustments
+        windows = "auto" if row.fate == "swap" else ""
         return name, fate, windows, windows
     return name, fate, str(row.windows.prefetch_ops), str(row.windows.release_ops)

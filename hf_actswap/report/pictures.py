@@ -5,10 +5,8 @@
 * Bytes by layer and op: the colour of a cell is its fate, and it is stronger for more bytes.
 * Time and loss of the steps that a training logged, with the planner's phases marked.
 
-A picture on matplotlib's axes: boxes and texts that have a meaning, and its SVG for the page.
-
-Everything is drawn in the light colours of `COLOURS`; the SVG has a CSS variable in place of each, so that
-the reader's theme decides. Matplotlib is imported when the first picture is drawn, and not by a training.
+Everything is drawn by matplotlib in the light colours of `COLOURS`; the SVG has a CSS variable in place of
+each, so that the reader's theme decides. A training does not import matplotlib: the first picture does.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ COLOURS = {
 
 _DPI = 72  # of a figure: a px of the page is a point, so sizes of fonts and lines are px too
 _PNG_DPI = 2 * _DPI
-TEXT_PX = 11.0
+_TEXT_PX = 11.0
 _CHARACTER = 0.62
 """Width of a character relative to its height, on average, in matplotlib's font; the page's are narrower."""
 _LEGEND_ROW = 20.0
@@ -65,18 +63,22 @@ Entry = tuple[str, str]
 """Meaning and text of an entry of a legend."""
 
 
-def _matplotlib() -> Any:
+def library(name: str, *parts: str) -> Any:
+    """Import a library of the extra ``report``, and modules of it.
+
+    Raises:
+        ReportError: it is not installed.
+    """
     try:
-        for name in ("collections", "figure", "lines", "patches"):
-            import_module(f"matplotlib.{name}")
-        return import_module("matplotlib")
+        for part in parts:
+            import_module(f"{name}.{part}")
+        return import_module(name)
     except ImportError:
         hint = "pip install 'hf_actswap[report]'"
-        raise ReportError([Problem("report", "matplotlib", "it is not installed", hint)]) from None
+        raise ReportError([Problem("report", name, "it is not installed", hint)]) from None
 
 
-def text_width(text: str, size: float = TEXT_PX) -> float:
-    """Return about how wide a text is, in px."""
+def _text_width(text: str, size: float = _TEXT_PX) -> float:
     return len(text) * size * _CHARACTER
 
 
@@ -85,10 +87,8 @@ class Box:
     """A filled rectangle in the data's coordinates.
 
     Args:
-        x, y, width, height: place and size.
         means: one of `COLOURS`.
         title: text that is shown when the mouse is on it, and in the list below the picture.
-        opacity: 0 to 1.
     """
 
     x: float
@@ -101,7 +101,6 @@ class Box:
 
     @property
     def corners(self) -> list[tuple[float, float]]:
-        """The four corners, counter-clockwise."""
         right, top = self.x + self.width, self.y + self.height
         return [(self.x, self.y), (right, self.y), (right, top), (self.x, top)]
 
@@ -110,8 +109,8 @@ class Chart:
     """A picture with a legend above one pair of axes.
 
     Args:
-        width: width of the picture in px.
-        height: height of the axes in px.
+        width: of the picture, in px.
+        height: of the axes, in px.
         title: what the picture shows, for those who cannot see it.
         entries: the legend's areas; ``lines``: its dashed lines.
         left, right, above, below: px around the axes, without the legend.
@@ -133,9 +132,10 @@ class Chart:
         above: float = 26.0,
         below: float = 38.0,
     ) -> None:
-        self._library, self.title, self.titles = _matplotlib(), title, list[str]()
+        self._library = library("matplotlib", "collections", "figure", "lines", "patches")
+        self.title, self.titles = title, list[str]()
         texts = [text for _, text in (*entries, *lines)]
-        widest = max((text_width(text) + 36 for text in texts), default=1.0)
+        widest = max((_text_width(text) + 36 for text in texts), default=1.0)
         columns = max(1, min(len(texts), int(width / widest)))
         top = above + -(-len(texts) // columns) * _LEGEND_ROW
         self.width, self.height = width, top + height + below
@@ -150,7 +150,7 @@ class Chart:
             handles = [patch(color=light(means), label=text) for means, text in entries]
             handles += [line([], [], color=light(m), ls="--", lw=1.5, label=text) for m, text in lines]
             if handles:
-                look = {"fontsize": TEXT_PX, "labelcolor": light("muted"), "frameon": False}
+                look = {"fontsize": _TEXT_PX, "labelcolor": light("muted"), "frameon": False}
                 spaces = {"handlelength": 1.4, "handleheight": 0.9, "borderpad": 0.2, "borderaxespad": 0.0}
                 self.figure.legend(handles=handles, loc="upper left", ncols=columns, **look, **spaces)
 
@@ -159,9 +159,9 @@ class Chart:
         axes.patch.set_visible(False)
         axes.spines[:].set_visible(False)
         axes.set_axisbelow(True)
-        axes.tick_params(length=0, labelsize=TEXT_PX, labelcolor=light("muted"), pad=5)
+        axes.tick_params(length=0, labelsize=_TEXT_PX, labelcolor=light("muted"), pad=5)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: tick_text(value))
+            axis.set_major_formatter(lambda at, _: f"{at:,.0f}" if at == int(at) else f"{at:g}")
 
     def ranges(self, x: tuple[float, float], y: tuple[float, float], grid: str) -> None:
         """Set the least and most value of both axes, and which of them have grid lines (``x``, ``y``)."""
@@ -193,10 +193,8 @@ class Chart:
         self, tops: Sequence[float], edges: Sequence[float], bottoms: Sequence[float], means: str, title: str
     ) -> None:
         """Draw the area between two step curves, which change at the ``edges``."""
-        look = {"fill": True, "color": light(means), "linewidth": 0}
-        area = self._library.patches.StepPatch(tops, edges, baseline=bottoms, **look)
-        self.entitle(area, [title])
-        self.axes.add_artist(area)
+        look = {"fill": True, "color": light(means)}
+        self.entitle(self.axes.stairs(tops, edges, baseline=bottoms, **look), [title])
 
     def entitle(self, artist: Any, titles: Sequence[str]) -> None:
         """Give the shapes of an artist their titles, in order; ``""``: none."""
@@ -204,30 +202,15 @@ class Chart:
         self.titles += titles
 
     def write(self, text: str, x: float, y: float, means: str = "muted", **look: Any) -> None:
-        """Write a text at a place in the data's coordinates; ``offset`` moves it by px."""
-        look = {
-            "offset": (0, 0),
-            "fontsize": TEXT_PX,
-            "ha": "center",
-            "va": "center",
-            "xycoords": "data",
-        } | look
-        offset, coordinates = look.pop("offset", (0, 0)), look.pop("xycoords", "data")
+        """Write a text at a place in the data's coordinates; ``xytext`` moves it by px."""
+        usual = {"xytext": (0, 0), "fontsize": _TEXT_PX, "ha": "center", "va": "center"}
+        look = {**usual, "color": light(means), "annotation_clip": False, **look}
         with self._library.rc_context(_LOOK):
-            self.axes.annotate(
-                text,
-                (x, y),
-                offset,
-                coordinates,
-                "offset points",
-                color=light(means),
-                annotation_clip=False,
-                **look,
-            )
+            self.axes.annotate(text, (x, y), textcoords="offset points", **look)
 
     def label_x(self, text: str, **look: Any) -> None:
         """Write what the x axis shows, at its right end."""
-        self.axes.set_xlabel(text, loc="right", fontsize=TEXT_PX, color=light("muted"), **look)
+        self.axes.set_xlabel(text, loc="right", fontsize=_TEXT_PX, color=light("muted"), **look)
 
     def svg(self, css_class: str = "") -> str:
         """Return an SVG element without ids, references and fonts of its own; its colours are variables."""
@@ -267,13 +250,8 @@ _LEFT_OUT = re.compile(
 
 
 def light(means: str) -> str:
-    """Return the colour of a meaning on a light surface, in which everything is drawn."""
+    """Return the colour of a meaning on a light surface."""
     return COLOURS[means][0]
-
-
-def tick_text(value: float) -> str:
-    """Return a round value as text, for an axis."""
-    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
 _NARROW_BELOW_PX = 600
@@ -281,7 +259,6 @@ _NARROW_BELOW_PX = 600
 
 
 def _part_boxes(parts: Iterable[ComputePart], y: float, height: float) -> Iterator[Box]:
-    """Yield the parts of compute as boxes, with a colour for the phase."""
     for part in parts:
         if part.phase == "waiting":
             continue
@@ -298,13 +275,15 @@ def _add_parts(chart: Chart, parts: Sequence[ComputePart], y: float, height: flo
     left, right = chart.axes.get_xlim()
     coordinates = chart.axes.get_xaxis_transform() if above else "data"
     for part in parts:
+        if part.layer is None or part.phase == "waiting":
+            continue
         wide = (part.end_ms - part.start_ms) / (right - left) * chart.px
-        if part.layer is not None and part.phase != "waiting" and text_width(str(part.layer), 10) + 4 <= wide:
+        if _text_width(str(part.layer), 10) + 4 <= wide:
             middle = (part.start_ms + part.end_ms) / 2
             chart.write(str(part.layer), middle, y + height / 2, "ink", fontsize=10, xycoords=coordinates)
 
 
-LAYERS = (
+_MEASURED_LAYERS = (
     ("base", "weights, optimizer, what was there before"),
     ("keep", "kept for backward"),
     ("swap", "swapped, while on the device"),
@@ -324,14 +303,11 @@ class MemoryCurve:
     """The data of a chart of memory over a step: areas on top of each other.
 
     Args:
-        title: title of the picture.
         entries: meaning and text of each area, from the bottom up.
         points: (ms, bytes of each area), in order of time.
-        parts: what compute does; may be empty.
-        end_ms: time at which the step ends.
-        budget_bytes: the memory budget; ``None``: none is drawn.
-        peak_bytes: the allocator's peak, which may be above the points; ``None``: not known.
-        saving: gives the peak without a plan; ``None``: not known.
+        parts: what compute does.
+        peak_bytes: the allocator's peak, which may be above the points.
+        saving: gives the peak without a plan.
     """
 
     title: str
@@ -377,7 +353,7 @@ def measured_curve(
         rest = max(sample.total_bytes - base - sample.kept_bytes - sample.swapped_bytes, 0)
         points.append((sample.ms, (base, sample.kept_bytes, sample.swapped_bytes, rest)))
     title, known = "Memory over a step, measured", (budget_bytes, peak_bytes, saving)
-    return MemoryCurve(title, LAYERS, points, memory.parts, memory.step_ms, *known)
+    return MemoryCurve(title, _MEASURED_LAYERS, points, memory.parts, memory.step_ms, *known)
 
 
 def predicted_curve(
@@ -395,14 +371,9 @@ def predicted_curve(
 
 
 def memory_chart(curve: MemoryCurve, width: float) -> Chart:
-    """Draw memory over a step.
-
-    Args:
-        curve: the data, with at least one point.
-        width: width in px.
-    """
+    """Draw memory over a step, of at least one point, in so many px."""
     (peak_ms, peak_bytes), limits = curve.peak, curve.limits
-    unit, unit_bytes = byte_unit(peak_bytes)
+    unit_bytes, unit = byte_unit(peak_bytes)
     peak_text = f"peak {bytes_text(peak_bytes)}"
     title = f"{curve.title}: {', '.join([peak_text, *(text for _, _, text in limits)])}"
     lines = [(means, text) for _, means, text in limits]
@@ -421,10 +392,10 @@ def memory_chart(curve: MemoryCurve, width: float) -> Chart:
         below = heights
     for size, means, _ in limits:
         axes.axhline(size / unit_bytes, color=light(means), linewidth=1.5, linestyle="--")
-    chart.write(unit, 0, most, ha="right", va="bottom", offset=(-5, 8))
+    chart.write(unit, 0, most, ha="right", va="bottom", xytext=(-5, 8))
     axes.plot([peak_ms, peak_ms], [peak_bytes / unit_bytes, most], color=light("ink"), linewidth=1)
     side = "right" if peak_ms > end_ms / 2 else "left"
-    chart.write(peak_text, peak_ms, most, "ink", ha=side, va="bottom", offset=(0, 3), fontweight="bold")
+    chart.write(peak_text, peak_ms, most, "ink", ha=side, va="bottom", xytext=(0, 3), fontweight="bold")
     _add_parts(chart, curve.parts, -20 / height, 15 / height, above=True)
     axes.tick_params(axis="x", pad=25)
     chart.label_x("ms since the step began")
@@ -454,12 +425,7 @@ _LANES = ("compute", "waits", "copies out", "copies in")
 
 
 def timeline_chart(timeline: StepTimeline, width: float) -> Chart:
-    """Draw compute, waits and copies of a step over time.
-
-    Args:
-        timeline: the measured step.
-        width: width in px.
-    """
+    """Draw compute, waits and copies of a step over time."""
     title = "Timeline of a step: compute, copies, waits"
     chart = Chart(width, 32.0 * len(_LANES), title, _TIMELINE_LEGEND, left=78, above=8)
     chart.ranges((0, timeline.step_ms), (len(_LANES), 0), "x")
@@ -468,16 +434,14 @@ def timeline_chart(timeline: StepTimeline, width: float) -> Chart:
     least_ms = 0.8 * timeline.step_ms / chart.px  # wide enough to be seen
     boxes = []
     for stall in timeline.stalls:
-        title = (
-            f"waits {ms_text(stall.length_ms)} for {_name(stall.scope, stall.op_path)} ({stall.direction})"
-        )
+        name = _name(stall.scope, stall.op_path)
+        title = f"waits {ms_text(stall.length_ms)} for {name} ({stall.direction})"
         boxes.append(Box(stall.start_ms, 1.12, max(stall.length_ms, least_ms), 0.76, "stall", title))
     for copy in timeline.copies:
         length_ms = copy.end_ms - copy.start_ms
         rate = f", {copy.size_bytes / length_ms / 1e6:.1f} GB/s" if length_ms > 0 else ""
-        title = (
-            f"{_name(copy.scope, copy.op_path)}: {bytes_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
-        )
+        name = _name(copy.scope, copy.op_path)
+        title = f"{name}: {bytes_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
         lane, means = (2.12, "swap") if copy.direction == "out" else (3.12, "in")
         boxes.append(Box(copy.start_ms, lane, max(length_ms, least_ms), 0.76, means, title))
     chart.add(boxes)
@@ -521,16 +485,11 @@ def swapped_cells(timeline: StepTimeline) -> Cells:
 
 
 def bytes_chart(cells: Cells, width: float) -> Chart:
-    """Draw bytes by op and layer: a row for each op, the largest first, and a column for each layer.
-
-    Args:
-        cells: the bytes; at least one entry.
-        width: width in px.
-    """
+    """Draw bytes by op and layer: a row for each op, the largest first, and a column for each layer."""
     rows, columns, narrow = _rows(cells), _columns(cells), width < _NARROW_BELOW_PX
     fates = {fate for sizes in cells.values() for fate in sizes}
     legend = _FATES_LEGEND[1:2] if fates == {"swap"} else _FATES_LEGEND
-    left, right = (8.0, 8.0) if narrow else (max(text_width(name) for name, _ in rows) + 12, 84.0)
+    left, right = (8.0, 8.0) if narrow else (max(_text_width(name) for name, _ in rows) + 12, 84.0)
     pitch = 36.0 if narrow else 20.0
     sides: dict[str, Any] = {"left": left, "right": right, "above": 24, "below": 8}
     chart = Chart(width, pitch * len(rows), "Bytes by layer and op", legend, **sides)
@@ -544,8 +503,8 @@ def bytes_chart(cells: Cells, width: float) -> Chart:
     for number, (name, by_scope) in enumerate(rows):
         total = bytes_text(sum(sum(sizes.values()) for sizes in by_scope.values()))
         y = number + 0.2 if narrow else number + 0.5
-        chart.write(name, 0, y, "ink", ha="left" if narrow else "right", offset=(0 if narrow else -8, 0))
-        far: dict[str, Any] = {"ha": "right"} if narrow else {"ha": "left", "offset": (8, 0)}
+        chart.write(name, 0, y, "ink", ha="left" if narrow else "right", xytext=(0 if narrow else -8, 0))
+        far: dict[str, Any] = {"ha": "right"} if narrow else {"ha": "left", "xytext": (8, 0)}
         chart.write(total, len(columns), y, **far)
         for column, scope in enumerate(columns):
             place = (column, number + 1 - height, height)
@@ -569,23 +528,22 @@ def _cell(sizes: Mapping[str, int], x: float, y: float, height: float, most: int
 
 def _column_names(columns: Sequence[Scope], cell_px: float) -> tuple[list[float], list[str]]:
     """Return places and names of the columns, as many as fit."""
-    every = max(1, math.ceil((text_width(str(len(columns))) + 6) / cell_px))
+    every = max(1, math.ceil((_text_width(str(len(columns))) + 6) / cell_px))
     found: list[tuple[float, str]] = []
     for number, scope in enumerate(columns):
         if isinstance(scope, int):
             if number % every == 0:
                 found.append((number + 0.5, str(scope)))
         else:
-            found.append((number + 0.5, scope if text_width(scope) < cell_px else scope[0].upper()))
+            found.append((number + 0.5, scope if _text_width(scope) < cell_px else scope[0].upper()))
     return [at for at, _ in found], [name for _, name in found]
 
 
 def _columns(cells: Cells) -> list[Scope]:
     met = {scope for _, scope in cells}
     layers = sorted((scope for scope in met if scope not in SCOPES), key=layer_order)
-    around: list[Scope] = [name for name in SCOPES if name in met]
-    before: list[Scope] = ["embedding"] if "embedding" in around else []
-    return [*before, *layers, *(name for name in around if name != "embedding")]
+    before: list[Scope] = [name for name in SCOPES if name in met and name == "embedding"]
+    return [*before, *layers, *(name for name in SCOPES if name in met and name != "embedding")]
 
 
 def _rows(cells: Cells) -> list[tuple[str, dict[Scope, Mapping[str, int]]]]:
@@ -597,7 +555,7 @@ def _rows(cells: Cells) -> list[tuple[str, dict[Scope, Mapping[str, int]]]]:
     shown = names if len(names) <= _MOST_ROWS else names[: _MOST_ROWS - 1]
     merged: dict[str, dict[Scope, Counter[str]]] = {name: {} for name in shown}
     for (op, scope), sizes in cells.items():
-        name = op if op in merged or op in shown else _REST
+        name = op if op in merged else _REST
         merged.setdefault(name, {}).setdefault(scope, Counter()).update(sizes)
     return [(name, dict(by_scope)) for name, by_scope in merged.items()]
 
@@ -607,12 +565,7 @@ _CUT = 4.0
 
 
 def steps_chart(steps: Sequence[LoggedStep], width: float) -> Chart:
-    """Draw the time of a step over the training.
-
-    Args:
-        steps: lines of the record, at least one.
-        width: width in px.
-    """
+    """Draw the time of a step over the training."""
     times = [float(line["step_ms"]) for line in steps]
     unit_ms, unit = (1e3, "s") if median(times) > 10_000 else (1.0, "ms")
     values = [ms / unit_ms for ms in times]
@@ -628,12 +581,7 @@ def with_loss(steps: Sequence[LoggedStep]) -> list[tuple[LoggedStep, float]]:
 
 
 def loss_chart(steps: Sequence[LoggedStep], width: float) -> Chart:
-    """Draw the loss over the training.
-
-    Args:
-        steps: lines of the record, at least one of them with a finite loss (`with_loss`).
-        width: width in px.
-    """
+    """Draw the loss over the training; at least one line of the record has a finite one (`with_loss`)."""
     lines, losses = zip(*with_loss(steps), strict=True)
     finite = [loss for loss in losses if math.isfinite(loss)]
     title = f"Loss over the training: from {losses[0]:.4g} to {losses[-1]:.4g}"
@@ -660,7 +608,7 @@ def _curve(
     chart.ranges((first - room, last + room), (least, most + (most - least) * 0.1), "y")
     chart.axes.locator_params(axis="x", nbins=max(3, int(chart.px // 70)), integer=True)
     (left, right), (bottom, top) = chart.axes.get_xlim(), chart.axes.get_ylim()
-    chart.write(unit, left, top, ha="right", va="bottom", offset=(-5, 6))
+    chart.write(unit, left, top, ha="right", va="bottom", xytext=(-5, 6))
     _add_phases(chart, steps, top)
     within = [math.isfinite(value) and value <= most for value in values]
     heights = [value if fits else most for value, fits in zip(values, within, strict=True)]
@@ -683,9 +631,9 @@ def _add_phases(chart: Chart, steps: Sequence[LoggedStep], top: float) -> None:
             continue
         phase, at = str(line.get("phase", "")), float(line["step"])
         chart.axes.axvline(at, color=light("muted"), linewidth=1, linestyle="--")
-        wide = (text_width(phase) + 8) * (right - left) / chart.px
+        wide = (_text_width(phase) + 8) * (right - left) / chart.px
         fits = at + wide <= right
         if phase and (at if fits else at - wide) >= free:
-            side = {"ha": "left", "offset": (2, 3)} if fits else {"ha": "right", "offset": (-2, 3)}
+            side = {"ha": "left", "xytext": (2, 3)} if fits else {"ha": "right", "xytext": (-2, 3)}
             chart.write(phase, at, top, "ink", va="bottom", **side)
             free = at + wide

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+from rich.filesize import pick_unit_and_suffix
 
 from ..errors import Problem
 from ..planner.cost.simulate import predict
@@ -15,16 +17,10 @@ from .run_files import PLAN, PROFILE, LoggedStep, RecordedRun, RecordedTrial, Re
 
 @dataclass(frozen=True)
 class ComparedQuantity:
-    """One quantity of a step, predicted and measured.
-
-    Args:
-        name: name for tables.
-        unit: ``ms`` or ``bytes``.
-        predicted, measured: values in that unit; ``None``: not known.
-    """
+    """One quantity of a step, predicted and measured; ``None``: not known."""
 
     name: str
-    unit: str
+    unit: Literal["ms", "bytes"]
     predicted: float | None
     measured: float | None
 
@@ -38,14 +34,11 @@ class ComparedQuantity:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The numbers of one stage of a pipeline.
+    """The numbers of one stage of a pipeline, on the rank of it that was recorded; ``None``: not measured.
 
     Args:
-        layers: indices of its layers.
         in_flight: the most micro-batches whose forward has run and whose backward has not.
-        weight_bytes, peak_bytes, step_ms, offloaded_bytes, stall_ms: as in `RunFacts`, on the rank of this
-            stage that was recorded; ``None``: not measured.
-        waiting_share: fraction of the measured step in which it waited for other stages; ``None``: not known.
+        waiting_share: fraction of the measured step in which it waited for other stages.
     """
 
     layers: tuple[int, ...]
@@ -58,28 +51,19 @@ class StageFacts:
     waiting_share: float | None = None
 
 
-_NO_STEP = (
-    "No step is recorded: the training ended before it logged anything (logging_steps), so there is nothing "
-    "to show but the plan."
-)
-
-
 @dataclass(frozen=True)
 class RunFacts:
-    """The numbers of a recorded run that the report shows.
+    """The numbers of a recorded run that the report shows; ``None``: not known.
 
     Args:
         steps: number of the last step that was logged.
-        step_ms: median of the logged steps in the planner's last phase; ``None``: none was logged.
-        peak_bytes: measured peak of device memory in use; ``None``: not measured.
+        step_ms: median of the logged steps in the planner's last phase.
+        peak_bytes: measured peak of device memory in use.
         offloaded_bytes: bytes copied to the host in a step.
         stall_ms: time in a step in which compute waits for copies.
         host_bytes: the most host memory in use.
         rejected: bytes of a step that should have been swapped but stayed on the device, by reason.
         compared: quantities predicted and measured; empty without a prediction.
-        trials: the planner's trials.
-        budget_bytes: the planner's budget; ``None``: not known.
-        saving: memory with and without the plan; ``None``: not known.
         stages: stages of the pipeline; empty without one.
     """
 
@@ -99,10 +83,14 @@ class RunFacts:
     @property
     def without_steps(self) -> str:
         """A sentence that says that no step was logged; empty if one was."""
-        return "" if self.steps else _NO_STEP
+        if self.steps:
+            return ""
+        return (
+            "No step is recorded: the training ended before it logged anything (logging_steps), so there is "
+            "nothing to show but the plan."
+        )
 
     def document(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {**asdict(self), "compared": [{**asdict(item), "ratio": item.ratio} for item in self.compared]}
 
 
@@ -121,12 +109,7 @@ def prediction_of(run: RecordedRun) -> Prediction | None:
 
 
 def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
-    """Return the numbers of a run.
-
-    Args:
-        run: the record.
-        prediction: the step that was predicted; ``None``: nothing is compared.
-    """
+    """Return the numbers of a run, compared with the step that was predicted."""
     phase = run.steps[-1].get("phase", "") if run.steps else ""
     last = [line for line in run.steps if line.get("phase", "") == phase]
     settled = last[1:] or last  # the first line of a phase includes its preparations
@@ -179,11 +162,8 @@ def _stages(run: RecordedRun, first: RunFacts) -> Iterator[StageFacts]:
 
 
 def _waiting_share(stage: RecordedRun, schedule: str) -> float | None:
-    """Return the fraction of a step in which a stage waits for others; ``None``: not known.
-
-    Under ``zero_bubble`` gradients of weights are computed separately, and look like waiting.
-    """
     timeline = stage.timeline
+    # Under zero_bubble gradients of weights are computed separately, and look like waiting.
     if timeline is None or not timeline.step_ms or schedule == "zero_bubble":
         return None
     return timeline.waiting_ms / timeline.step_ms
@@ -215,22 +195,15 @@ def _compared(facts: RunFacts, prediction: Prediction) -> list[ComparedQuantity]
     ]
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def byte_unit(most_bytes: float) -> tuple[str, float]:
-    """Return the unit for values up to ``most_bytes``, and its bytes."""
-    number = 0
-    while number + 1 < len(_UNITS) and most_bytes >= 1024 ** (number + 1):
-        number += 1
-    return _UNITS[number], 1024.0**number
+def byte_unit(most_bytes: float) -> tuple[int, str]:
+    """Return the bytes of the unit for values up to ``most_bytes``, and its name."""
+    return pick_unit_and_suffix(int(most_bytes), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
 
 
 def bytes_text(size_bytes: float) -> str:
     """Return bytes as text with three digits, in the largest unit in which the number is at least 1."""
-    unit, unit_bytes = byte_unit(abs(size_bytes))
-    value = size_bytes / unit_bytes
-    return f"{value:.0f} B" if unit == "B" else f"{_rounded(value)} {unit}"
+    unit_bytes, unit = byte_unit(abs(size_bytes))
+    return f"{size_bytes:.0f} B" if unit == "B" else f"{_rounded(size_bytes / unit_bytes)} {unit}"
 
 
 def ms_text(milliseconds: float) -> str:

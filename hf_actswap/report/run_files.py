@@ -13,8 +13,6 @@ memory.json    the step after it: memory by fate (`engine.step_watch.StepMemory`
 
 All but ``run.json`` may be missing. Sizes are in bytes and times in ms, of rank 0. In a pipeline rank 0 holds
 the first stage; folders ``stage_1``, ``stage_2`` .. hold the same files of the other stages.
-
-How much memory a plan saves in a step, and how long the step takes, as numbers and as a sentence.
 """
 
 from __future__ import annotations
@@ -46,14 +44,13 @@ peak falls by less if the plan moves it to another moment of the step."""
 
 @dataclass(frozen=True)
 class Saving:
-    """Memory that a plan saves in one step on one rank, and the time of the step.
+    """Memory that a plan saves in one step on one rank, and the time of the step; ``None``: not known.
 
     Args:
-        saved_bytes: how much less device memory the step needs with the plan; ``None``: not known.
+        saved_bytes: how much less device memory the step needs with the plan.
         source: how ``saved_bytes`` was obtained, or why it is not known.
-        peak_bytes: the most device memory in use in a step with the plan; ``None``: not measured.
-        step_ms: time of the step with the plan; ``None``: not known.
-        without_step_ms: time of the step without the plan; ``None``: not known.
+        peak_bytes: the most device memory in use in a step with the plan.
+        step_ms, without_step_ms: time of the step with the plan and without.
         time_source: how ``without_step_ms`` was obtained, in words.
         stall_ms: part of ``step_ms`` in which compute waits for copies.
     """
@@ -121,7 +118,6 @@ def saving_of(applied: AppliedPlan | Planner, peak_bytes: int | None = None, sta
     """Return what is known of the memory that a plan saves in a step, on this rank.
 
     Args:
-        applied: the plan on the model, or the planner that looks for one.
         peak_bytes: the measured peak of the steps with the plan; ``None``: not measured.
         stall_ms: time of a step in which compute waits for copies.
     """
@@ -144,9 +140,8 @@ def saving_of(applied: AppliedPlan | Planner, peak_bytes: int | None = None, sta
         return Saving(None, "no step has run", peak_bytes)
     swapped_bytes = total.offloaded_bytes // total.forwards
     if applied.dropped_bytes is None:
-        known_bytes = swapped_bytes if swapped_bytes else None
         source = f"{COUNTED_SWAPS}; {_COMPILED}" if swapped_bytes else _COMPILED
-        return Saving(known_bytes, source, peak_bytes, stall_ms=stall_ms)
+        return Saving(swapped_bytes or None, source, peak_bytes, stall_ms=stall_ms)
     return Saving(applied.dropped_bytes + swapped_bytes, COUNTED, peak_bytes, stall_ms=stall_ms)
 
 
@@ -249,17 +244,11 @@ class ReportError(ActSwapError):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as it was recorded.
+    """A run as it was recorded: the contents of its files; ``None``: not written.
 
     Args:
-        folder: the folder with the files.
         about: content of ``run.json``.
-        plan: the last plan that was on the model; ``None``: not written.
-        steps: the lines of ``steps.jsonl``.
-        planner: content of ``planner.json``; ``None``: there was no planner, or its trials did not end.
-        saving: content of ``saving.json``; ``None``: not written.
-        profile: content of ``profile.json``; ``None``: the planner recorded no step.
-        timeline, memory: contents of ``timeline.json`` and ``memory.json``; ``None``: not written.
+        planner: ``None``: there was no planner, or its trials did not end.
         stages: the records of a pipeline's stages after the first, by number.
     """
 
@@ -282,8 +271,7 @@ class RunFiles:
     nothing more is written.
 
     Args:
-        output_dir: the folder in which the record is made; files of an earlier run in it are replaced.
-            ``None``: nothing is written.
+        output_dir: files of an earlier run in it are replaced; ``None``: nothing is written.
         stage: index of the pipeline stage whose run it is.
     """
 
@@ -325,11 +313,7 @@ class RunFiles:
     def write_measured(self, measured: StepTimeline | StepMemory) -> None:
         """Write a measured step, with each row of its tables on a line of the file."""
         name = TIMELINE if isinstance(measured, StepTimeline) else MEMORY
-        document = {
-            key: [list(row.values()) for row in value] if isinstance(value, list | tuple) else value
-            for key, value in asdict(measured).items()
-        }
-        lines = [f"{json.dumps(key)}: {_table(value)}" for key, value in document.items()]
+        lines = [f"{json.dumps(key)}: {_table(value)}" for key, value in asdict(measured).items()]
         self._write(name, "{\n" + ",\n".join(lines) + "\n}")
 
     def add_step(self, line: Mapping[str, Any]) -> None:
@@ -347,8 +331,7 @@ class RunFiles:
 
 
 def _number_or_text(value: Any) -> float | str:
-    """Return a logged tensor or NumPy number as a float, and any other value as text."""
-    try:
+    try:  # a logged tensor or NumPy number
         return float(value)
     except (TypeError, ValueError):
         return str(value)
@@ -421,6 +404,6 @@ def _text(path: Path) -> str:
 
 
 def _table(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+    if isinstance(value, list | tuple) and value:
+        return "[\n" + ",\n".join(json.dumps([*row.values()]) for row in value) + "\n]"
     return json.dumps(value)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from ..errors import Problem
 from ..plan.actions import format_scopes
 from ..planner.profile import Prediction
 from .console import folded_rows
@@ -22,6 +19,7 @@ from .pictures import (
     COLOURS,
     Chart,
     bytes_chart,
+    library,
     loss_chart,
     measured_curve,
     memory_chart,
@@ -32,26 +30,18 @@ from .pictures import (
     timeline_chart,
     with_loss,
 )
-from .run_facts import ComparedQuantity, RunFacts, bytes_text, ms_text, prediction_of, run_facts
-from .run_files import RecordedRun, ReportError, RunDescription, read_run
+from .run_facts import RunFacts, bytes_text, ms_text, prediction_of, run_facts
+from .run_files import RecordedRun, RunDescription, read_run
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html")
 WIDE_PX, NARROW_PX = 1000.0, 344.0
 """Widths in which each picture is drawn; the window decides which one is shown."""
 
-_NOT_MEASURED = "not measured"
-
 
 @dataclass(frozen=True)
 class Picture:
-    """A section with a picture.
-
-    Args:
-        heading: heading of the section.
-        caption: text that says what the picture shows.
-        draw: returns the picture in a given width (px).
-    """
+    """A section with a picture, which is drawn in a given width (px)."""
 
     heading: str
     caption: str
@@ -59,35 +49,8 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A section with a table.
-
-    Args:
-        name: heading of the section.
-        head: headings of the columns.
-        rows: the cells.
-        numbers: how many of the last columns hold numbers.
-        remark: a sentence below.
-        chosen: index of the row that stands out; ``None``: none does.
-    """
-
-    name: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: int = 0
-    remark: str = ""
-    chosen: int | None = None
-
-
-@dataclass(frozen=True)
 class WrittenReport:
-    """The files and numbers of a report that was written.
-
-    Args:
-        page: path of the HTML file.
-        pictures: paths of the PNG files.
-        facts: the numbers.
-    """
+    """The HTML file and PNG files of a report, and its numbers."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -119,12 +82,12 @@ def write_report(
     target = run.folder / PAGE if out is None else Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    files: list[Path] = []
+    files: dict[Path, Chart] = {}
     if png_dir is not None:
         Path(png_dir).mkdir(parents=True, exist_ok=True)
-        for name, chart in wide.items():
-            files.append(Path(png_dir) / f"{name}.png")
-            chart.write_png(files[-1])
+        files = {Path(png_dir) / f"{name}.png": chart for name, chart in wide.items()}
+    for path, chart in files.items():
+        chart.write_png(path)
     return WrittenReport(target, tuple(files), facts)
 
 
@@ -185,22 +148,17 @@ def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts
 
 
 def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, Chart]]) -> str:
-    try:
-        jinja2: Any = import_module("jinja2")
-    except ImportError:
-        hint = "pip install 'hf_actswap[report]'"
-        raise ReportError([Problem("report", "jinja2", "it is not installed", hint)]) from None
-    about, safe = run.about, jinja2.utils.markupsafe.Markup
-    below = [_compared_table(facts.compared), _trials_table(facts), _plan_table(run), _rejected_table(facts)]
-    template = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    text: str = template.render(
+    jinja2 = library("jinja2")
+    about, safe, page = run.about, jinja2.utils.markupsafe.Markup, jinja2.Environment(autoescape=True)
+    page.filters |= {"size": _known(bytes_text), "ms": _known(ms_text), "share": _known("{:.1%}".format)}
+    page.filters["scopes"] = format_scopes
+    text: str = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"{about.get('model', 'model')}: swap and recompute",
         subtitle=_subtitle(about),
         colours=COLOURS,
-        fate_colour=lambda text: text if text in COLOURS else "base",
         facts=facts,
+        about=about,
         tiles=_tiles(facts),
-        tables_above=[table for table in [_stages_table(run, facts)] if table.rows],
         pictures=[
             {
                 "heading": picture.heading,
@@ -211,11 +169,15 @@ def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, C
             }
             for picture, wide in pictures
         ],
-        tables_below=[*(table for table in below if table.rows), _about_table(about)],
-        adjustments=run.plan.adjustments if run.plan is not None else (),
-        config=about.get("config"),
+        rows=[] if run.plan is None else [*folded_rows(run.plan)],
+        adjustments=[] if run.plan is None else run.plan.adjustments,
     )
     return text + "\n"
+
+
+def _known(write: Callable[[float], str]) -> Callable[..., str]:
+    """Return a filter of the page: a value as text, or what stands in the place of one that is not known."""
+    return lambda value, without="not measured": without if value is None else write(value)
 
 
 def _subtitle(about: RunDescription) -> str:
@@ -249,91 +211,3 @@ def _tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Waits for copies", ms_text(facts.stall_ms), share),
         ("Host memory", bytes_text(facts.host_bytes), "in use at the most"),
     ]
-
-
-def _text(value: float | None, write: Callable[[float], str], without: str = _NOT_MEASURED) -> str:
-    return without if value is None else write(value)
-
-
-def _compared_table(compared: Sequence[ComparedQuantity]) -> Table:
-    rows = []
-    for item in compared:
-        if item.predicted or item.measured:
-            write = ms_text if item.unit == "ms" else bytes_text
-            values = [_text(value, write) for value in (item.predicted, item.measured)]
-            rows.append([item.name.capitalize(), *values, _text(item.ratio, "{:.2f}".format, "")])
-    return Table(
-        "Predicted and measured", ("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3
-    )
-
-
-def _stages_table(run: RecordedRun, facts: RunFacts) -> Table:
-    rows = [
-        [
-            str(number),
-            format_scopes(stage.layers),
-            _text(stage.weight_bytes, bytes_text),
-            f"{stage.in_flight:g}",
-            _text(stage.peak_bytes, bytes_text),
-            _text(stage.offloaded_bytes, bytes_text),
-            _text(stage.stall_ms, ms_text),
-            _text(stage.waiting_share, "{:.1%}".format),
-        ]
-        for number, stage in enumerate(facts.stages)
-    ]
-    sizes = ("Weights", "In flight", "Peak memory", "Swapped", "Waits for copies", "for stages")
-    found, line = run.about.get("stages"), ""
-    if found is not None:
-        line = (
-            f"{found['schedule']}, {found['micro_batches']} micro-batches a step: by the formula equal "
-            f"stages wait {found['bubble_share']:.1%} of it for each other. Measured on one rank of each "
-            "stage."
-        )
-    return Table("Stages", ("Stage", "Layers", *sizes), rows, 6, line)
-
-
-def _trials_table(facts: RunFacts) -> Table:
-    budget, rows, chosen = facts.budget_bytes, [], None
-    for number, trial in enumerate(facts.trials):
-        steps = trial["steps"]
-        peak = max((step["reserved_peak_bytes"] for step in steps), default=0)
-        evicted = max((step["evicted_bytes"] for step in steps), default=0)
-        fits = budget is None or (peak <= budget and not evicted)
-        chosen = number if trial["chosen"] else chosen
-        rows.append(
-            [
-                str(number + 1),
-                "chosen" if trial["chosen"] else "fits" if fits else "does not fit",
-                _text(trial["predicted_peak_bytes"], bytes_text, ""),
-                bytes_text(peak),
-                _text(trial["predicted_step_ms"], ms_text, ""),
-                _text(min((step["step_ms"] for step in steps), default=None), ms_text, ""),
-                bytes_text(evicted),
-            ]
-        )
-    head = ("Trial", "", "Peak, predicted", "held", "Step, predicted", "measured", "Evicted")
-    remark = "" if budget is None else f"Budget: {bytes_text(budget)}."
-    return Table("What the planner tried", head, rows, 5, remark, chosen)
-
-
-def _plan_table(run: RecordedRun) -> Table:
-    groups = () if run.plan is None else folded_rows(run.plan)
-    rows = [row for rows in groups for row in rows]
-    return Table("Plan", ("Layers", "Op", "Fate", "Prefetch, ops", "Release, ops"), rows, 2)
-
-
-def _rejected_table(facts: RunFacts) -> Table:
-    rows = [[reason, bytes_text(size)] for reason, size in facts.rejected.items()]
-    return Table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
-
-
-def _about_table(about: RunDescription) -> Table:
-    device_bytes = about.get("device_bytes")
-    rows = {
-        "Device": str(about.get("device", "")) + (f", {bytes_text(device_bytes)}" if device_bytes else ""),
-        "Weights": bytes_text(about.get("weight_bytes", 0)),
-        "Planner": str(about.get("planner", "off")),
-        "Started": str(about.get("started", "")),
-        "Versions": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),
-    }
-    return Table("Run", ("", ""), list(rows.items()))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_actswap.cli import profile as profile_command
 from hf_actswap.cli.app import app
-from hf_actswap.cli.profile import TIMED_STEPS, WARM_UP_STEPS, RecordedSteps, for_all_layers, median_times
+from hf_actswap.cli.profile import TIMED_STEPS, WARM_UP_STEPS, for_all_layers, median_times, recorded_steps
 from hf_actswap.cli.profile_file import ProfileFile, read_profile
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
@@ -210,10 +210,8 @@ def test_medians_and_stages(model: Path) -> None:
     made = random_model(str(model), None, CPU, layers=1)
     assert len(model_structure(made).layers) == 1
     told: list[tuple[str, int]] = []
-    steps = RecordedSteps(
-        made, model_structure(made), StepShape(1, 16, "cpu", "bf16", "sgd"), lambda *at: told.append(at)
-    )
-    profile = steps.profile()
+    step = StepShape(1, 16, "cpu", "bf16", "sgd")
+    profile = recorded_steps(made, model_structure(made), step, lambda *at: told.append(at))
     assert told == [
         *(("warm-up", left) for left in range(WARM_UP_STEPS, 0, -1)),
         ("memory", 1),
@@ -256,7 +254,7 @@ def test_a_sequence_has_4096_tokens_where_none_is_said(run: Run, model: Path) ->
 
 
 def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rejected(_: object) -> None:
+    def rejected(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     monkeypatch.setattr(profile_command, "available_bytes", lambda: 2**16)
@@ -265,7 +263,7 @@ def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "64.00 KiB" in problem["expected"]
     assert "--layers" in problem["hint"]
     monkeypatch.setattr(profile_command, "available_bytes", lambda: None)
-    monkeypatch.setattr(RecordedSteps, "profile", rejected)
+    monkeypatch.setattr(profile_command, "recorded_steps", rejected)
     (problem,) = run("profile", model, *STEP, "--device", "cpu", "--json").document["problems"]
     assert problem["found"] == "tried to allocate too much"
     assert "--layers" in problem["hint"]

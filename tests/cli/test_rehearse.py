@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_actswap.cli import rehearse
-from hf_actswap.cli.rehearsal_report import Process, Rehearsed, read_reports
+from hf_actswap.cli import rehearsal_report, rehearse
+from hf_actswap.cli.output import Answer
+from hf_actswap.cli.rehearsal_report import read_reports, rehearsed
 from hf_actswap.rehearsal import Options
 from hf_actswap.rehearsal.launch import SETTINGS, STARTUP
 
@@ -100,7 +101,7 @@ def group(size: int, kind: str, phase: str, op: str, count: int = 1) -> dict[str
     return {"bytes": size, "count": count, "kind": kind, "phase": phase, "op": op}
 
 
-def seen(*held: dict[str, Any], failed: bool = False, **more: Any) -> Process:
+def seen(*held: dict[str, Any], failed: bool = False, **more: Any) -> dict[str, Any]:
     """What a process wrote that trained the tiny model with 2 x 128 tokens."""
     memory = {
         "peak_bytes": sum(found["bytes"] * found["count"] for found in held),
@@ -130,30 +131,28 @@ def seen(*held: dict[str, Any], failed: bool = False, **more: Any) -> Process:
         "optimizer": "AdamW",
         "adapters": None,
     }
-    return Process(
-        {
-            "rank": 0,
-            "ranks": 1,
-            "steps": 5,
-            "devices": {"0": memory},
-            "host_bytes": 5 * MIB,
-            "step_times": [[0.0, 0.0], [100.0, 60.0], [200.0, 135.0], [310.0, 210.0]],
-            "out_of_memory": [ran_out] if failed else [],
-            "stubs": {},
-            "left_out": {},
-            "triton": {},
-            "races": [],
-            "subject": subject,
-            "planned": False,
-            **more,
-        }
-    )
+    return {
+        "rank": 0,
+        "ranks": 1,
+        "steps": 5,
+        "devices": {"0": memory},
+        "host_bytes": 5 * MIB,
+        "step_times": [[0.0, 0.0], [100.0, 60.0], [200.0, 135.0], [310.0, 210.0]],
+        "out_of_memory": [ran_out] if failed else [],
+        "stubs": {},
+        "left_out": {},
+        "triton": {},
+        "races": [],
+        "subject": subject,
+        "planned": False,
+        **more,
+    }
 
 
-def text_of(found: Rehearsed) -> str:
+def text_of(found: Answer) -> str:
     text = io.StringIO()
     console = Console(width=200, file=text)
-    for part in found.shown():
+    for part in found.shown:
         console.print(part)
     return text.getvalue()
 
@@ -167,9 +166,8 @@ def test_the_report_of_a_training_that_fits() -> None:
         group(logits, "", "forward", "aten::linear"),
         stubs={"cudaGraphDestroy": 2},
     )
-    assert process.step_ms() == (100.0, 0.25)
-    rehearsed = Rehearsed(Options("A100-40"), [process], 0)
-    text = text_of(rehearsed)
+    found = rehearsed(Options("A100-40"), [process], 0)
+    text = text_of(found)
     for line in (
         "Rehearsed on A100-40, 39.40 GiB",
         "Peak on device 0: 12.06 MiB allocated, 900.00 MiB reserved, in step 2, backward, mm.",
@@ -188,63 +186,77 @@ def test_the_report_of_a_training_that_fits() -> None:
         "activations and temporaries 4.00 MiB 4",
         "forward: silu 4.00 MiB 4",
     } <= set(rows)
-    assert rehearsed.advice is None
-    assert rehearsed.document()["fits"] is True
+    assert found.document["advice"] is None
+    assert found.document["fits"] is True
 
 
 def test_the_planner_is_asked_when_memory_ran_out() -> None:
     process = seen(group(MIB, "", "forward", "aten::silu", 4), failed=True)
-    rehearsed = Rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
-    text = text_of(rehearsed)
+    found = rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
+    text = text_of(found)
     assert "3.00 MiB asked for by silu, in step 3, forward; the program went on for 3 steps." in text
     assert "When memory ran out" in text
     assert "For 2 x 128 tokens in 1.46 GiB, predicted" in text
     assert "gradient checkpointing" in text
     assert 'ActSwapTrainingArguments(actswap="auto")' in text
-    document = rehearsed.document()
+    document = found.document
     assert document["fits"] is False
     assert document["advice"]["plan"]["step"]["device"] == "A100-40"
-    assert "What to change" not in text_of(Rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
+    assert "What to change" not in text_of(rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
+
+
+def test_where_no_plan_fits_the_longest_sequence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, longest = rehearsal_report._ask, Answer({"longest": {"tiles": {"tokens": 4096}}}, [])
+    monkeypatch.setattr(
+        rehearsal_report, "_ask", lambda name, *more: longest if name == "longest" else ask(name, *more)
+    )
+    process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
+    process["subject"]["tokens"] = 2**22
+    found = rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
+    assert found.document["advice"]["plan"] is None
+    text = text_of(found)
+    assert "memory.budget_gib: expected at least" in text
+    assert "The longest sequence that fits, one in a batch: 4,096 (tiles) tokens." in text
 
 
 def test_a_planned_training_that_survived_is_given_no_advice() -> None:
     process = seen(group(MIB, "", "forward", "aten::silu", 4), failed=True, planned=True)
-    process.out_of_memory[0]["times"] = 37
+    process["out_of_memory"][0]["times"] = 37
     options = Options("A100-40", memory="2GiB")
-    text = text_of(Rehearsed(options, [process], 0))
+    text = text_of(rehearsed(options, [process], 0))
     assert "Out of memory on device 0 37 times, the last: 3.00 MiB asked for by silu" in text
     assert "What to change" not in text
-    assert "What to change" in text_of(Rehearsed(options, [process], 1))
+    assert "What to change" in text_of(rehearsed(options, [process], 1))
 
 
 def test_the_planner_is_told_of_an_optimizer_that_takes_all_roots_at_once() -> None:
     """``torch.optim.AdamW(weights)`` on CUDA, which is ``foreach``."""
     process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
-    process.seen["subject"]["foreach"] = True
-    rehearsed = Rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
-    assert rehearsed.document()["advice"]["plan"]["step"]["optimizer"] == "adamw_torch"
-    assert "fused=True does not." in text_of(rehearsed)
+    process["subject"]["foreach"] = True
+    found = rehearsed(Options("A100-40", memory="2GiB"), [process], 1)
+    assert found.document["advice"]["plan"]["step"]["optimizer"] == "adamw_torch"
+    assert "fused=True does not." in text_of(found)
 
 
 def test_without_a_model_the_planner_is_not_asked() -> None:
     process = seen(group(MIB, "", "forward", "aten::silu"), failed=True, subject={})
-    assert "No transformers model was seen" in text_of(Rehearsed(Options("A100-40"), [process], 1))
+    assert "No transformers model was seen" in text_of(rehearsed(Options("A100-40"), [process], 1))
 
 
 def test_what_no_plan_can_help_is_said_at_once() -> None:
     """8 billion weights of two bytes, with gradients and two moments: 64 GB."""
     subject = {"config": "{}", "dtype": "torch.bfloat16", "weights": 8 * 10**9, "trained": 8 * 10**9}
     process = seen(group(MIB, "", "forward", "aten::silu"), failed=True, subject=subject)
-    text = text_of(Rehearsed(Options("RTX 4090"), [process], 1))
+    text = text_of(rehearsed(Options("RTX 4090"), [process], 1))
     assert "Weights, gradients and the optimizer's states take 59.60 GiB. Train adapters (PEFT LoRA)" in text
 
 
 def test_a_program_that_used_no_device(tmp_path: Path) -> None:
-    (tmp_path / "1.json").write_text(json.dumps({**seen().seen, "devices": {}}))
+    (tmp_path / "1.json").write_text(json.dumps({**seen(), "devices": {}}))
     assert read_reports(tmp_path) == []
-    text = text_of(Rehearsed(Options(), [], 3))
+    text = text_of(rehearsed(Options(), [], 3))
     assert f"Its Python must be this command's, with PyTorch's CUDA build: {sys.executable}" in " ".join(
         text.split()
     )
     assert "weights are not there, add --no-weights" in " ".join(text.split())
-    assert "--no-weights" not in text_of(Rehearsed(Options(), [], 0))
+    assert "--no-weights" not in text_of(rehearsed(Options(), [], 0))

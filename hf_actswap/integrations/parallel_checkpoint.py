@@ -88,19 +88,25 @@ def load_optimizer_and_scheduler(
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 
-def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
-    """Return which checkpoint this rank would resume from, in words that ranks can compare.
+def checkpoint_folder(asked: str | bool | None, output_dir: str | None) -> str | None:
+    """Return the folder that ``resume_from_checkpoint`` of ``Trainer.train`` means; ``None``: there is none.
 
     Args:
-        asked: ``resume_from_checkpoint`` of ``Trainer.train``.
-        output_dir: folder of the training; ``True`` means the last checkpoint in it.
+        asked: the folder; or ``True``: the last checkpoint in ``output_dir``.
+        output_dir: folder of the training.
     """
+    if not asked or isinstance(asked, str):
+        return asked or None
+    folder = output_dir or "."
+    found: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    return found
+
+
+def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
+    """Return which checkpoint (`checkpoint_folder`) this rank would resume from, for ranks to compare."""
     if not asked:
         return "none"
-    folder = output_dir or "."
-    found = (
-        asked if isinstance(asked, str) else get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    )
+    found = checkpoint_folder(asked, output_dir)
     if found is None:
         return "no checkpoint in output_dir"
     try:

@@ -47,16 +47,10 @@ from ..report.run_files import LOGS
 from ..stream import ChunkBudget
 from .parallel_checkpoint import checkpoint_fact, checkpoint_folder
 from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError
-from .parallel_training import ParallelTraining
-from .pipeline_training import PipelineTraining
+from .parallel_training import DividedTraining
 from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
-from .trainer_setup import (
-    begin_for_trainer,
-    begin_pipeline_for_trainer,
-    reject_independent_processes,
-    started_together,
-)
+from .trainer_setup import begin_for_trainer, reject_independent_processes, started_together
 
 
 def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
@@ -202,7 +196,7 @@ class ActSwapCallback(TrainerCallback):
         self._bound = self._bytes_said = False
         self._resumed_from: str | None = None
         self.applied: AppliedPlan | Planner | None = None
-        self.parallel: ParallelTraining | PipelineTraining | None = None
+        self.parallel: DividedTraining | None = None
 
     @property
     def _config(self) -> ActSwapConfig:
@@ -247,9 +241,7 @@ class ActSwapCallback(TrainerCallback):
                 self._set_weights_aside(trainer, args.device)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
-                pipeline = self._config.parallel_config.runs_pipeline
-                begin = begin_pipeline_for_trainer if pipeline else begin_for_trainer
-                self.parallel = begin(trainer, self._config)
+                self.parallel = begin_for_trainer(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def _set_weights_aside(self, trainer: Any, device: torch.device) -> None:

@@ -174,11 +174,7 @@ STAGES = {
     3: Stage("claims at 7b-8k", 495, rows=(("7b-8k", CLAIMS_8K),), repeats=True),
     4: Stage("claims at 7b-32k", 465, rows=(("7b-32k", CLAIMS_32K),), repeats=True),
     5: Stage("out of memory, optimizer states", 460, trainings=(OUT_OF_MEMORY, OPTIMIZER_STATES)),
-    6: Stage(
-        "longest sequences",
-        460,
-        longest=(("8b-8k-model", _LONGEST),),
-    ),
+    6: Stage("longest sequences", 460, longest=(("8b-8k-model", _LONGEST),)),
     7: Stage(
         "the rest of the curves",
         460,
@@ -264,14 +260,7 @@ class Machine:
 
     @classmethod
     def found(cls, device: str | None) -> Machine:
-        """Return the machine as ``nvidia-smi`` shows it; a device of another vendor must be named.
-
-        Args:
-            device: the device that the user named; ``None``: none was named.
-
-        Raises:
-            SystemExit: no device was named, and ``nvidia-smi`` finds none.
-        """
+        """Return the machine as ``nvidia-smi`` shows it; a device of another vendor must be named."""
         if device == "cpu":
             return cls("cpu", "cpu")
         command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
@@ -288,8 +277,7 @@ class Machine:
             return cls(device, device)
 
     @property
-    def is_cpu(self) -> bool:
-        """Whether this is a dry run."""
+    def is_cpu(self) -> bool:  # a dry run
         return self.device == "cpu"
 
 
@@ -329,12 +317,8 @@ def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
     """Yield the commands of a half hour on a borrowed machine, each after a comment with its budget.
 
     Each is one line of bash, run from the repository's root. Results stay in a folder of that machine, from
-    which the next command continues.
-
-    Args:
-        number: 1 or 2.
-        out_folder: folder, as the machine's shell reads it, whose contents are fetched after each command and
-            which is empty at the beginning of the next; ``None``: there is none.
+    which the next command continues; ``out_folder``, as its shell reads it, is fetched after each command
+    and empty at the beginning of the next.
     """
     known = commit(REPOSITORY)
     yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
@@ -354,12 +338,7 @@ def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
 
 
 class Day:
-    """One call of the command: its worker process, its results and its log.
-
-    Args:
-        machine: the machine and its device.
-        options: options of the command line.
-    """
+    """One call of the command: its worker process, its results and its log."""
 
     def __init__(self, machine: Machine, options: argparse.Namespace) -> None:
         self.machine, self.options = machine, options
@@ -416,12 +395,7 @@ class Day:
         return found.get("expandable_segments") is False
 
     def run(self, number: int, began_s: float) -> bool:
-        """Run a stage; return whether nothing failed.
-
-        Args:
-            number: number of the stage in `STAGES`.
-            began_s: value of `time.monotonic` when the stage's time began.
-        """
+        """Run a stage, whose time began at ``began_s`` of `time.monotonic`; return whether nothing failed."""
         stage = STAGES[number]
         limit_s = stage.limit_s if self.options.minutes is None else 60 * self.options.minutes
         deadline_s = began_s + limit_s
@@ -429,8 +403,8 @@ class Day:
         done: list[Record] = []
         if stage.tests:
             self.worker.stop()  # it would hold device memory during the tests
-        for tests in stage.tests:
-            done += run_suite(tests, self.session, self.place, deadline_s)
+        for suite in stage.tests:
+            done += run_suite(suite, self.session, self.place, deadline_s)
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
         repeated = repeated_jobs(stage, self.machine)
         reserved_s = sum(job.estimate_s(self.session) for job in repeated)
@@ -472,7 +446,6 @@ def _in_one_line(hardware: Mapping[str, Any]) -> str:
 
 
 def _shorten(path: Path) -> None:
-    """Keep the end of a file that has grown long."""
     if path.is_file() and path.stat().st_size > _MOST_LOG_BYTES:
         path.write_bytes(path.read_bytes()[-_MOST_LOG_BYTES // 2 :])
 

@@ -76,12 +76,7 @@ def _fingerprints_of_step(step: TrainingStep) -> dict[str, Fingerprint]:
 
 
 class Bench:
-    """Measures rows one after another, and keeps the model of the workload that was asked for last.
-
-    Args:
-        device: the device to measure on.
-        rows: rows that can be measured, by name.
-    """
+    """Measures rows one after another, and keeps the model of the workload that was asked for last."""
 
     def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
         self.device = device
@@ -90,14 +85,7 @@ class Bench:
         self._reference: Reference | None = None
 
     def measure(self, workload: Workload, name: str, config: Any = None, compared: bool = True) -> Result:
-        """Measure one row; an error becomes its status.
-
-        Args:
-            workload: shapes of model and input.
-            name: name of the row.
-            config: the row's configuration, if it depends on earlier results; ``None``: as the row says.
-            compared: whether output and gradients are compared with eager's bits.
-        """
+        """Measure one row; an error becomes its status; see `measure_row`."""
         row = self._rows[name]
         if self._step is None or self._step.workload != workload:
             self.clear()
@@ -132,7 +120,6 @@ class Bench:
 
 
 def empty_result(row: Row, workload: Workload) -> Result:
-    """Return a row's result with nothing measured yet."""
     return Result(
         method=row.name,
         compiled=row.compiles,
@@ -271,9 +258,8 @@ def _compile_time() -> Iterator[list[float]]:
 
 
 def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
-    """Fill in the counters per step; a fraction of a byte means that the steps were not alike."""
 
-    def per_step(value: float) -> float:
+    def per_step(value: float) -> float:  # a fraction of a byte: the steps were not alike
         return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
 
     result.swapped_bytes = per_step(total.offloaded_bytes)
@@ -317,7 +303,6 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
 
 
 def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
-    """Fill in loss, gradient norm and the comparison with eager."""
     found = _outcome(result, step, row)
     if row.compiles or reference is None:
         return

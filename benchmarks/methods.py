@@ -71,9 +71,6 @@ class Budget:
         """Return the key of the ``memory`` section and the budget in bytes; ``None``: a peak is not known.
 
         Peaks are those of reserved memory if the allocator counts it, because the planner limits that.
-
-        Args:
-            results: the results of this workload so far, by method.
         """
         eager = results.get("eager")
         if eager is None or not eager.activation_bytes or _peak_bytes(eager) is None:
@@ -95,13 +92,7 @@ def _peak_bytes(result: Result) -> int | None:
 
 @dataclass
 class Planned:
-    """A planner in the place of an applied plan, with its budget and the steps until it was stable.
-
-    Args:
-        planner: the planner on the model.
-        budget_bytes: the row's budget.
-        step_ms: time of each step until the planner was stable.
-    """
+    """A planner in the place of an applied plan, with its budget and the steps until it was stable."""
 
     planner: Planner
     budget_bytes: int
@@ -109,11 +100,9 @@ class Planned:
 
     @property
     def plan(self) -> MemoryPlan:
-        """The plan on the model."""
         return self.planner.plan
 
     def stats(self) -> SwapStats:
-        """Return the totals over all plans so far."""
         return self.planner.stats()
 
     def fill(self, result: Result) -> None:
@@ -176,13 +165,7 @@ def _ending_steps(
 
 
 def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:
-    """Return the options for a row's setup, or a text that says why its budget is not known.
-
-    Args:
-        budget: the row's budget.
-        compiles: whether the row's setup is `compiled`.
-        results: the results of the workload so far.
-    """
+    """Return the options for a row's setup, or a text that says why its budget is not known."""
     found = budget.memory({result.method: result for result in results})
     if found is None:
         return f"its budget is the peak of {budget.peak_of or 'eager'}, which was not measured"
@@ -239,9 +222,8 @@ def flash_attention(step: TrainingStep, _options: object) -> Iterator[None]:
 def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Put TRL's activation offloading around every step, as its trainers do.
 
-    Args:
-        step: model and input; hooks that TRL leaves on an output head are removed at exit.
-        options: ``checkpointing``: use transformers' checkpointing as well.
+    With the option ``checkpointing`` transformers' checkpointing is used as well. Hooks that TRL leaves on an
+    output head are removed at exit.
     """
     module = import_module(TRL_MODULE)
     with ExitStack() as stack:
@@ -256,11 +238,8 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
 def liger_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Put Liger's fused head and loss on a whole model, and switch on transformers' checkpointing of layers.
 
-    Liger's other kernels are not used: they replace names in transformers for good.
-
-    Args:
-        step: a whole model and its input.
-        options: ``tiled_mlp``: use Liger's tiled MLPs as well, with tiles of the size that it chooses.
+    With the option ``tiled_mlp`` Liger's tiled MLPs are used as well, with tiles of the size that it chooses.
+    Its other kernels are not used: they replace names in transformers for good.
     """
     put_on = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
     with ExitStack() as stack:
@@ -345,24 +324,20 @@ def actswap(step: TrainingStep, config: Any) -> Iterator[AppliedPlan]:
 
 
 def no_obstacle(_step: TrainingStep) -> str:
-    """Return ``""``: the row can be measured everywhere."""
     return ""
 
 
 def no_device(step: TrainingStep) -> str:
-    """Return why offloading is impossible on the CPU, which has no device memory; else ``""``."""
     return "the CPU has no memory of its own to offload from" if step.device.type == "cpu" else ""
 
 
 def no_offload_option(step: TrainingStep) -> str:
-    """Return why transformers cannot offload checkpointed inputs (an older version, no device), or ``""``."""
     if "offload" not in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters:
         return no_device(step) or "this version of transformers cannot offload what its checkpointing keeps"
     return no_device(step)
 
 
 def no_room_on_host(step: TrainingStep) -> str:
-    """Return why the host cannot hold all saved tensors in pinned memory, which the row does not check."""
     if no_device(step):
         return no_device(step)
     workload = step.workload
@@ -376,19 +351,14 @@ def no_room_on_host(step: TrainingStep) -> str:
 
 
 def no_head(step: TrainingStep) -> str:
-    """Return why a decoder stack cannot run a row that needs head and loss; else ``""``."""
     return "" if step.workload.head else "it has no head and no loss: a preset of a whole model has"
 
 
 def no_trl(step: TrainingStep) -> str:
-    """Return why TRL cannot be used: no device memory, or it cannot be imported; else ``""``."""
-    if no_device(step):
-        return no_device(step)
-    return _not_imported(TRL_MODULE, "pip install 'hf-actswap[bench]'")
+    return no_device(step) or _not_imported(TRL_MODULE, "pip install 'hf-actswap[bench]'")
 
 
 def no_liger(step: TrainingStep) -> str:
-    """Return why Liger cannot be used: no device for Triton, or it cannot be imported; else ``""``."""
     if step.device.type == "cpu":
         return "Liger's kernels are Triton's, which has none for the CPU"
     return _not_imported("liger_kernel.transformers", "pip install liger-kernel")
@@ -402,7 +372,6 @@ def _not_imported(module: str, hint: str) -> str:
     return ""
 
 
-def no_compiler(step: TrainingStep) -> str:
-    """Return that there is no C++ compiler, which inductor calls on the CPU; else ``""``."""
+def no_compiler(step: TrainingStep) -> str:  # which inductor calls on the CPU
     missing = step.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++")))
     return "there is no C++ compiler" if missing else ""

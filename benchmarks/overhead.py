@@ -148,13 +148,9 @@ class Chain(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama and its loss.
+    """A Llama with these ``sizes`` (arguments of ``LlamaConfig``) and its loss.
 
-    Args:
-        ids: token ids, shape (sequences, tokens).
-        device: its device; on another than the CPU weights have no values.
-        dtype: type of the weights.
-        sizes: arguments of ``LlamaConfig``.
+    On another device than the CPU weights have no values.
     """
 
     def __init__(self, ids: torch.Tensor, device: str, dtype: torch.dtype, **sizes: int) -> None:
@@ -201,7 +197,7 @@ class BareTransfer(RecordingTransfer):
         return torch.empty(host.size_bytes, dtype=torch.uint8), _Never()
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Do nothing: no copy is in flight."""
+        pass  # no copy is in flight
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,13 +279,7 @@ class Row:
 
 
 class Subject:
-    """A model with one case's hooks on.
-
-    Args:
-        case: the plan or hooks to put on the model.
-        build: makes the model.
-        device: device of the model.
-    """
+    """A model, made by ``build``, with one case's hooks on."""
 
     def __init__(self, case: Case, build: Callable[[], nn.Module], device: torch.device) -> None:
         torch.manual_seed(0)
@@ -333,7 +323,6 @@ class Subject:
         self.model.train()
 
     def offloads_of_a_step(self) -> int:
-        """Run a step and return how many storages it copied out."""
         if self.applied is None:
             return 0
         before = self.applied.stats()

@@ -36,6 +36,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
@@ -88,12 +89,9 @@ def kind_of(operator: Any) -> str | None:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by (phase, kind).
+    """Counts collectives, and the bytes of their larger sides, by (phase, kind).
 
-    Attributes:
-        phase: present phase of the step, set by the caller that runs it.
-        calls: number of calls.
-        whole_bytes: sum of the bytes of the larger side of each call.
+    The caller that runs the step sets its present ``phase``.
     """
 
     def __init__(self, phase: str = "forward") -> None:
@@ -120,9 +118,8 @@ class Collectives(TorchDispatchMode):
     @contextmanager
     def telling_regathers(self) -> Iterator[None]:
         """Count the gathers that a column-parallel layer starts in backward as `REGATHER`."""
-        module: Any = importlib.import_module(
-            "hf_actswap.parallel.column_input"
-        )  # as an attribute of the package, this name is a function
+        # As an attribute of the package, this name is a function.
+        module = importlib.import_module("hf_actswap.parallel.column_input")
         own = module.begin_gather
 
         def begin(*args: Any) -> Any:
@@ -132,11 +129,8 @@ class Collectives(TorchDispatchMode):
             finally:
                 self._again = False
 
-        module.begin_gather = begin
-        try:
+        with mock.patch.object(module, "begin_gather", begin):
             yield
-        finally:
-            module.begin_gather = own
 
     def wire_bytes(self, ranks: int) -> dict[tuple[str, str], int]:
         """Return the bytes that this rank sends, by (phase, kind)."""
@@ -153,11 +147,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SavedBytes:
-    """Bytes that autograd saves for backward: each storage once, parameters excluded.
-
-    Args:
-        parameters: parameters of the model.
-    """
+    """Bytes that autograd saves for backward: each storage once, parameters excluded."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._excluded = {_key(plain(p.detach())) for p in parameters}
@@ -169,7 +159,6 @@ class SavedBytes:
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def total_bytes(self) -> int:
-        """Return the sum of the saved bytes."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,8 +175,7 @@ def _key(tensor: torch.Tensor) -> int:
 class PeakBytes(TorchDispatchMode):
     """Measures the most bytes alive at one time, of all storages made inside, and of logits.
 
-    Args:
-        widths: sizes of the last dim by which a tensor counts as logits.
+    A tensor counts as logits by the size of its last dim, one of ``widths``.
     """
 
     def __init__(self, widths: Iterable[int]) -> None:
@@ -224,13 +212,7 @@ BFLOAT16_REDUCTION = "sums in bf16"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model and of a step.
-
-    Args:
-        hidden, inner, heads, kv_heads, layers, vocabulary: sizes of the Llama.
-        length: tokens of a sequence.
-        batch: number of sequences.
-    """
+    """Sizes of the Llama, tokens of a sequence, and number of sequences in a step."""
 
     hidden: int = 512
     inner: int = 1376
@@ -320,14 +302,7 @@ def whole_model(shape: Shape) -> LlamaForCausalLM:
 
 
 class Subject:
-    """A model divided among the ranks, and its step.
-
-    Args:
-        case: how the model is divided.
-        shape: sizes of model and step.
-        dtype: type of weights and activations.
-        folder: folder with the saved weights; transformers divides them while it loads.
-    """
+    """A model divided among the ranks, and its step; transformers divides the weights while it loads them."""
 
     def __init__(self, case: Case, shape: Shape, dtype: torch.dtype, folder: Path) -> None:
         self.case, self.shape, self.dtype = case, shape, dtype
@@ -349,11 +324,7 @@ class Subject:
         self.ids = torch.randint(0, shape.vocabulary, size, generator=generator)
 
     def step(self, phase: Callable[[str], None] = lambda _: None) -> float:
-        """Run forward, backward and the sum of tagged gradients; return the loss.
-
-        Args:
-            phase: called with the name of each phase when it begins.
-        """
+        """Run forward, backward and the sum of tagged gradients, each named to ``phase``; return the loss."""
         self.model.zero_grad(set_to_none=True)
         phase("forward")
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
@@ -467,11 +438,7 @@ Rows = Sequence[Mapping[str, Any]]
 def measure(
     shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int, limit_s: float
 ) -> list[dict[str, Any]]:
-    """Run all cases on two processes; return the rows of rank 0, then those of rank 1.
-
-    Raises:
-        TimeoutError: the processes did not finish in time.
-    """
+    """Run all cases on two processes; return the rows of rank 0, then those of rank 1."""
     with tempfile.TemporaryDirectory() as folder:
         told = (folder, asdict(shape), tuple(dtypes), rounds, warmup)
         context = torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS, join=False)

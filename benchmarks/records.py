@@ -177,16 +177,7 @@ def fill_ratios(result: Result, eager: Result | None) -> None:
 
 
 KEY_FIELDS = (
-    "method",
-    "kind",
-    "workload",
-    "model",
-    "layers",
-    "seq",
-    "batch",
-    "head",
-    "dtype",
-    "longest",
+    *("method", "kind", "workload", "model", "layers", "seq", "batch", "head", "dtype", "longest"),
     "device",
 )
 """Fields that identify what is measured."""
@@ -235,15 +226,10 @@ class Records:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document as `write_text` does."""
-    write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
     """Write a file atomically: if the process is stopped meanwhile, the old or the new file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
@@ -363,11 +349,7 @@ def _has_expandable_segments(device: torch.device) -> bool | None:
 
 
 def device_named(name: str | None = None) -> torch.device:
-    """Return a device with an index, which streams and memory statistics need.
-
-    Args:
-        name: name of the device; ``None``: the accelerator, or the CPU if there is none.
-    """
+    """Return a device with an index, by default the accelerator: streams and memory statistics need it."""
     if name is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         name = found.type if found else "cpu"

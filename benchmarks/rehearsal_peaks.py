@@ -127,7 +127,6 @@ class Row:
 
     @property
     def device(self) -> str:
-        """The device that the row is planned for and rehearsed on."""
         return self.fits or DEVICE
 
     @property
@@ -167,11 +166,7 @@ def rows() -> list[Row]:
 def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: int) -> dict[str, Any]:
     """Run a row so often with the plan that was made for it, in one process; print a line for each run.
 
-    Args:
-        row: the training.
-        planned: its plan and predictions, by `predicted`.
-        memory: memory of the device in bytes that the program can take; ``None``: what it has.
-        count: number of runs.
+    ``planned`` is by `predicted`; ``memory`` is what the program can take, in bytes (``None``: all there is).
     """
     from hf_actswap.rehearsal import Options, build, environment
 
@@ -247,7 +242,7 @@ def predicted(row: Row, request: Any) -> dict[str, Any]:
 
 
 def measured(row: Row, request: Any, plan: Any) -> list[dict[str, int]]:
-    """Return what the allocator had at most in each step: in forward and backward, and in all of it."""
+    """Return the allocator's peaks in each step: in forward and backward, and in all of it."""
     import torch
 
     from hf_actswap import apply
@@ -293,8 +288,7 @@ def _step(model: Any, optimizer: Any, ids: Any, mixed: bool) -> dict[str, int]:
 def runs(file: str) -> Iterator[dict[str, Any]]:
     """Run a row in this process, which a rehearsal has prepared: copies late, early, then at random moments.
 
-    Args:
-        file: has the row, its plan, and how often it runs. Between runs all memory is given back.
+    ``file`` has the row, its plan, and how often it runs. Between runs all memory is given back.
     """
     import torch
 

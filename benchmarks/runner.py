@@ -100,13 +100,7 @@ Raises:
 
 
 class MeasureError(Exception):
-    """A request that got no answer.
-
-    Args:
-        status: ``timed out`` or ``failed``.
-        reason: the reason in words.
-        told: the end of the process's output.
-    """
+    """A request that got no answer: ``timed out`` or ``failed``, and the end of the process's output."""
 
     def __init__(self, status: str, reason: str, told: str) -> None:
         super().__init__(reason)
@@ -162,7 +156,6 @@ class FrontierJob:
         return result
 
     def estimate_s(self, session: Session) -> float:
-        """Return the estimated seconds of steps, compilations, pinning and planning on this machine."""
         workload, row = self.workload, self.row
         # The step that compares gradients runs slower kernels, and eager runs it twice.
         steps = workload.warmup_steps + workload.steps + (1.0 if self.longest else 1.5)
@@ -224,7 +217,6 @@ def _fitted(job: FrontierJob, records: Records) -> bool:
 def frontier_jobs(
     workloads: Sequence[Workload], rows: Sequence[Row], compiling: bool = True
 ) -> list[FrontierJob]:
-    """Return the jobs of rows on workloads, a workload at a time, the rows in the order given."""
     return [FrontierJob(workload, row, compiling=compiling) for workload in workloads for row in rows]
 
 
@@ -233,11 +225,7 @@ def longest_jobs(
 ) -> list[FrontierJob]:
     """Return the jobs of a search for the longest sequence: all rows at one length, then at twice that.
 
-    Args:
-        workload: the workload; a single step is timed.
-        rows: the methods whose longest sequence is searched.
-        limit_tokens: the largest length.
-        first_tokens: the first length; ``None``: the workload's.
+    From ``first_tokens``, or the workload's, up to ``limit_tokens``. A single step is timed.
     """
     jobs: list[FrontierJob] = []
     shorter: dict[str, FrontierJob] = {}
@@ -352,11 +340,7 @@ class Session:
         self.records.put(record)
 
     def learn_origin(self) -> Line:
-        """Return the fields that are the same in every record; the first time, what measures is asked.
-
-        Raises:
-            MeasureError: it gave no answer, or failed.
-        """
+        """Return the fields that are the same in every record; the first time, what measures is asked."""
         if not self._origin_is_whole:
             answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
             if answer.get("status") == "failed":
@@ -420,12 +404,7 @@ def in_words(record: Record) -> str:
 
 
 def answerer(device: torch.device, rows: Sequence[Row] = ROWS) -> tuple[Ask, Bench]:
-    """Return what measures requests in this process, without a limit, and the bench on which it does.
-
-    Args:
-        device: the device to measure on.
-        rows: rows of the frontier, which requests name.
-    """
+    """Return what measures requests in this process, without a limit, and the bench on which it does."""
     bench = Bench(device, rows)
 
     def answer(request: Request, _limit_s: float | None = None) -> Line:
@@ -443,11 +422,8 @@ def answerer(device: torch.device, rows: Sequence[Row] = ROWS) -> tuple[Ask, Ben
 def serve(requests: Connection, output: Path, device: str, rows: Sequence[Row] = ROWS) -> None:
     """Answer requests in a process of its own, until one leaves it in a state that cannot be trusted.
 
-    Args:
-        requests: connection to the `Worker`. The first answer is ``ready``; the last one has ``ends`` set.
-        output: file to which the output of this process and its children is appended.
-        device: name of the device to measure on.
-        rows: rows of the frontier, which requests name.
+    The first answer is ``ready``; the last one has ``ends`` set. What this process and its children print is
+    appended to ``output``.
     """
     os.setpgid(0, 0)  # its compilers end with it
     with output.open("ab") as file:
@@ -477,11 +453,7 @@ def serve(requests: Connection, output: Path, device: str, rows: Sequence[Row] =
 class Worker:
     """Measures in a process of its own, which is started at the first request and again after it ended.
 
-    Args:
-        device: name of the device to measure on.
-        output: file to which its output is appended.
-        environment: environment variables, added to those of this process.
-        target: `serve`, or a function in its place.
+    It runs ``target`` with ``environment`` beside the variables of this process.
     """
 
     def __init__(
@@ -550,7 +522,6 @@ def end_group(pid: int) -> None:
 
 
 def told_since(output: Path, start: int) -> str:
-    """Return the end of what was written to a file, at most, since it had ``start`` bytes."""
     with output.open("rb") as written:
         written.seek(start)
         return written.read()[-_TOLD_BYTES:].decode("utf-8", "replace")
@@ -619,21 +590,13 @@ class TestRecord(Record):
 
 
 def run_suite(suite: Suite, session: Session, place: Place, deadline_s: float) -> list[Record]:
-    """Run pytest until every test that is not settled is recorded, or the time is over.
-
-    Args:
-        suite: the tests.
-        session: records the results.
-        place: where and how the tests run.
-        deadline_s: end of the time, on the session's clock.
-    """
+    """Run pytest until every test that is not settled is recorded, or the time is over."""
     done: list[Record] = []
     while session.clock() < deadline_s:
-        lines = [line for line in session.records if line["kind"] == "test"]
         settled = {
             line["method"]
-            for line in lines
-            if line["device"] == session.device and session.is_settled_line(line)
+            for line in session.records
+            if (line["kind"], line["device"]) == ("test", session.device) and session.is_settled_line(line)
         }
         settled |= {getattr(record, "method", "") for record in done}  # what is skipped is tried once
         before, whole = len(done), False
@@ -685,10 +648,8 @@ def _events_of(suite: Suite, place: Place, settled: Sequence[str], left_s: float
                         whole = event["status"] == "end"
                         yield {**event, "status": "end"} if whole and not lost else event
                     elif began_s is not None:
-                        lost = True
-                        yield _dead(
-                            event["id"], began_s, f"{told_since(place.output, start)}\n{event['text']}"
-                        )
+                        lost, told_now = True, told_since(place.output, start)
+                        yield _dead(event["id"], began_s, f"{told_now}\n{event['text']}")
             if not whole and over.is_alive():  # the process that knows of all tests died, or let itself die
                 child.wait(_SECONDS_TO_END)
                 ended = f"pytest's process ended with status {child.returncode}"

@@ -288,10 +288,10 @@ class _Counted(CountingMeter):
         super().stop()
 
     def start(self) -> None:
-        """Do nothing: it counts already."""
+        pass
 
     def stop(self) -> None:
-        """Do nothing: it goes on counting."""
+        pass
 
 
 @contextmanager
@@ -315,14 +315,7 @@ def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[_Counted
 
 
 def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.device) -> Training:
-    """Train once under a limit of memory.
-
-    Args:
-        case: one of `OUT_OF_MEMORY_CASES` or `FROZEN_CASES`.
-        sizes: sizes of the model and number of steps.
-        needed_bytes: peak of the case plain; ``None``: not needed, as the case has no limit.
-        device: device to train on.
-    """
+    """Train once, under a limit of memory if the case has one: a share of ``needed_bytes``, plain's peak."""
     limit_bytes = None
     if case.share is not None and needed_bytes is not None:
         limit_bytes = int(case.share * needed_bytes)
@@ -338,8 +331,7 @@ def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.devi
 
 
 def _clean(device: torch.device) -> None:
-    """Free what earlier trainings left: memory that is cached already is given out beyond any limit."""
-    gc.collect()
+    gc.collect()  # memory that is cached already is given out beyond any limit
     give_back_cached_memory(device)
 
 
@@ -481,7 +473,6 @@ def _peak_bytes(device: torch.device, counted: _Counted | None) -> int:
 
 
 def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's states with more than one element."""
     return [
         state
         for entries in optimizer.state.values()
@@ -491,13 +482,7 @@ def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Subject:
-    """A model in training, under one case of the optimizer's states.
-
-    Args:
-        case: one of `STATES_CASES`.
-        sizes: sizes of the model and number of steps.
-        device: device to train on.
-    """
+    """A model in training, under one case of the optimizer's states."""
 
     def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
         self.case, self.sizes, self.device = case, sizes, device
@@ -532,7 +517,6 @@ class Subject:
         self.states.attach()
 
     def step(self, number: int) -> None:
-        """Train one step on the data of step ``number``; measure it if it is after the warm-up."""
         batches = self.sizes.ids(number, self.device)
         self._forget_peak()
         start = self._now()
@@ -582,7 +566,6 @@ class Subject:
 
 
 def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
-    """Train under one case of the optimizer's states."""
     _clean(device)
     known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
     subject, row = Subject(case, sizes, device), StatesRow(case.method, **known)

@@ -142,11 +142,8 @@ class Finding:
 def judge(rows: Sequence[Row]) -> list[Finding]:
     """Return all findings, claims 1 to 14 on both workloads, then those of tests and trainings.
 
-    The comparison of tiled and streamed steps with eager is no claim but a condition: if anything was
-    measured on an accelerator, a comparison that is missing fails.
-
-    Args:
-        rows: the rows of the results; those measured on a CPU are not judged.
+    Rows measured on a CPU are not judged. The comparison of tiled and streamed steps with eager is no claim
+    but a condition: if anything was measured on an accelerator, a comparison that is missing fails.
     """
     mine = [row for row in rows if row.get("device") != "cpu"]
     claims = (
@@ -203,7 +200,6 @@ def _nearer(rows: Rows, method: str, other: str) -> str:
 
 
 def _remark(rows: Rows, *methods: str) -> str:
-    """Return what is missing, or a note if the rows were measured in different calls, or ``""``."""
     nearest = [_nearer(rows, method, methods[0]) for method in methods]
     runs = {rows[method].get("run", "") for method in nearest if method in rows}
     return missing(rows, *methods) or ("of different runs" if len(runs) > 1 else "")
@@ -215,15 +211,24 @@ def worst_of(rows: Sequence[Row], number: Callable[[Row], float | None]) -> tupl
     return max(found) if found else (None, "")
 
 
+def _time(claim: str, rows: Rows, ours: str, base: str, most: float) -> Finding:
+    return Finding(
+        f"{claim}: {ours}, time over {base}",
+        ratio(rows, ours, base, "ms"),
+        most,
+        "at most",
+        _remark(rows, ours, base),
+    )
+
+
 def _compiled(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 1: compiled layers with ``auto`` against compiled layers alone."""
     ours, base = "actswap-compiled-auto", "compiled"
-    remark = _remark(rows, ours, base)
-    time_ratio = ratio(rows, ours, base, "ms")
-    yield Finding(f"1 {name}: {ours}, time over {base}", time_ratio, COMPILED_TIME, "at most", remark)
+    yield _time(f"1 {name}", rows, ours, base, COMPILED_TIME)
     memory = ratio(rows, ours, base, "activation_bytes")
     fall = None if memory is None else 1 - memory
     bound, stretch = COMPILED_FALL[name]
+    remark = _remark(rows, ours, base)
     yield Finding(f"1 {name}: {ours}, fall of the peak", fall, bound, "at least", remark, stretch)
 
 
@@ -231,10 +236,8 @@ def _eager(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 2: eager layers; the peak falls by the bytes swapped (without the tail that is kept)."""
     base = "eager"
     for ours, bound in EAGER_TIME.items():
-        remark = _remark(rows, ours, base)
-        time_ratio = ratio(rows, ours, base, "ms")
-        yield Finding(f"2 {name}: {ours}, time over {base}", time_ratio, bound, "at most", remark)
-        share = None
+        yield _time(f"2 {name}", rows, ours, base, bound)
+        share, remark = None, _remark(rows, ours, base)
         if not missing(rows, ours, base) and rows[ours]["swapped_bytes"] is not None:
             fall = rows[base]["activation_bytes"] - rows[ours]["activation_bytes"]
             swapped = rows[ours]["swapped_bytes"]
@@ -288,11 +291,10 @@ def _first_step(row: Row) -> float | None:
 def _everything(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 4: swap everything against TRL's offloading."""
     ours, base = "actswap-everything-20", "trl-offloading"
-    remark = _remark(rows, ours, base)
-    time_ratio = ratio(rows, ours, base, "ms")
-    yield Finding(f"4 {name}: {ours}, time over {base}", time_ratio, 1.0, "at most", remark)
+    yield _time(f"4 {name}", rows, ours, base, 1.0)
     memory = ratio(rows, ours, base, "activation_bytes")
-    yield Finding(f"4 {name}: {ours}, peak over {base}", memory, 1.0, "below", remark)
+    claim = f"4 {name}: {ours}, peak over {base}"
+    yield Finding(claim, memory, 1.0, "below", _remark(rows, ours, base))
 
 
 def _elementwise(name: str, rows: Rows) -> Iterator[Finding]:
@@ -300,11 +302,10 @@ def _elementwise(name: str, rows: Rows) -> Iterator[Finding]:
     if name != "8k":
         return
     ours, base = "actswap-elementwise", "eager"
-    remark = _remark(rows, ours, base)
     memory = ratio(rows, ours, base, "activation_bytes")
-    yield Finding(f"5 {name}: {ours}, peak over {base}", memory, ELEMENTWISE_PEAK, "at most", remark)
-    time_ratio = ratio(rows, ours, base, "ms")
-    yield Finding(f"5 {name}: {ours}, time over {base}", time_ratio, ELEMENTWISE_TIME, "at most", remark)
+    claim = f"5 {name}: {ours}, peak over {base}"
+    yield Finding(claim, memory, ELEMENTWISE_PEAK, "at most", _remark(rows, ours, base))
+    yield _time(f"5 {name}", rows, ours, base, ELEMENTWISE_TIME)
 
 
 def _mix(name: str, rows: Rows) -> Iterator[Finding]:
@@ -349,10 +350,7 @@ def _at_checkpointing(name: str, rows: Rows) -> Iterator[Finding]:
 def _at_half(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 9: with half of the activation memory a step takes hardly longer."""
     for method, base in HALF.items():
-        claim = f"9 {name}: {method}, time over {base}"
-        yield Finding(
-            claim, ratio(rows, method, base, "ms"), HALF_TIME, "at most", _remark(rows, method, base)
-        )
+        yield _time(f"9 {name}", rows, method, base, HALF_TIME)
 
 
 def _curve(name: str, rows: Rows) -> Iterator[Finding]:
@@ -425,13 +423,8 @@ def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
         wanted = rows[_REDUCED]["config"]["memory"]["reduce_by_gib"] * 2**30
         fall = rows["eager"]["peak_reserved_bytes"] - rows[_REDUCED]["peak_reserved_bytes"]
         away = abs(fall / wanted - 1)
-    yield Finding(
-        f"12 {name}: {_REDUCED}, fall of the peak, off the request",
-        away,
-        REDUCTION,
-        "at most",
-        remark,
-    )
+    claim = f"12 {name}: {_REDUCED}, fall of the peak, off the request"
+    yield Finding(claim, away, REDUCTION, "at most", remark)
 
 
 def _prediction(name: str, rows: Rows) -> Iterator[Finding]:
@@ -504,24 +497,21 @@ def _out_of_memory(rows: Sequence[Row]) -> Iterator[Finding]:
         same = sum(one == other for one, other in zip(expected, row["losses"], strict=False))
         return max(len(expected), len(row["losses"])) - same
 
+    def is_stable(row: Row) -> bool:
+        return bool(row["phases"][-1:] == ["stable"])
+
+    def over_limit(row: Row) -> float:
+        return float(row["peak_bytes"] / row["limit_bytes"])
+
     planned = "planned at 0.6"
     yield finding("losses that are missing or differ", planned, wrong_losses, 0, "at most")
-    yield finding(
-        "is stable at the end", planned, lambda row: row["phases"][-1:] == ["stable"], 1, "at least"
-    )
-    yield finding(
-        "peak over the limit", planned, lambda row: row["peak_bytes"] / row["limit_bytes"], 1, "at most"
-    )
+    yield finding("is stable at the end", planned, is_stable, 1, "at least")
+    yield finding("peak over the limit", planned, over_limit, 1, "at most")
     yield finding("bytes evicted", planned, lambda row: row["evicted_bytes"], 1, "at least")
     # If this training fits without the planner, the limit is too large for the test to show anything.
     yield finding("fits", "without the planner at 0.6", lambda row: not row["error"], 0, "at most")
-    yield finding(
-        "says how much would do",
-        "planned at 0.3",
-        lambda row: "at least" in row["error"].lower(),
-        1,
-        "at least",
-    )
+    says, least = "says how much would do", "planned at 0.3"
+    yield finding(says, least, lambda row: "at least" in row["error"].lower(), 1, "at least")
 
 
 def _states(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -556,9 +546,8 @@ def _near_eager(rows: Sequence[Row]) -> Iterator[Finding]:
         remark = "no such test was run" if row is None else "" if row["status"] == "passed" else row["status"]
         if rows and (difference is None or remark):
             difference = float("inf")
-        yield Finding(
-            f"18: whole model, {name}, farther off than eager", difference, NEAR_EAGER, "at most", remark
-        )
+        claim = f"18: whole model, {name}, farther off than eager"
+        yield Finding(claim, difference, NEAR_EAGER, "at most", remark)
 
 
 def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:

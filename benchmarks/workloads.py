@@ -202,10 +202,6 @@ class TrainingStep:
     All values are drawn from a fixed seed. Gradients are allocated once and added to, as in gradient
     accumulation, so they belong to the baseline state and not to a step's memory.
 
-    Args:
-        workload: shapes of model and input.
-        device: device of the model and the input.
-
     Attributes:
         context: returns a context that is entered around forward and backward of every step; a method may
             replace it.
@@ -226,7 +222,6 @@ class TrainingStep:
         raise NotImplementedError
 
     def _make_input(self) -> None:
-        """Make the input of `forward`; called with the device as the default one."""
         raise NotImplementedError
 
     def forward(self) -> torch.Tensor:
@@ -243,7 +238,6 @@ class TrainingStep:
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
-        """The decoder layers, in order."""
         return list(self.model.get_decoder().layers if self.workload.head else self.model.layers)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -259,7 +253,6 @@ class TrainingStep:
         return 2 * sum(leaf.numel() * leaf.element_size() for leaf in self.leaves().values())
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero, in place."""
         for leaf in self.leaves().values():
             if leaf.grad is not None:
                 leaf.grad.zero_()

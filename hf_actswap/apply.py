@@ -63,28 +63,26 @@ def apply(
     """Put a configuration or a plan on a model.
 
     Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
-    after ``AppliedPlan.remove()`` it is as before. Rank 0 logs in a few lines what the plan does, and in
-    one line at ``remove()`` what it saved. While a plan is on, ``model.config.use_cache`` is false:
-    a key-value cache would hold what swap releases, and be written twice by recomputation. If a rule changes
-    a request of a configuration, a warning is logged.
+    after ``AppliedPlan.remove()`` it is as before. Rank 0 logs what the plan does, and at ``remove()`` what
+    it saved; a request of a configuration that a rule changes is a warning. While a plan is on,
+    ``model.config.use_cache`` is false: a key-value cache would hold what swap releases, and be written
+    twice by recomputation.
 
-    If the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the
-    model trains, and a `Planner` is returned: it has the same ``plan``, ``stats()`` and ``remove()``, and
-    changes the plan between steps. The model must then be on its device before this call. Under ``adaptive``
-    gradient checkpointing is switched off until ``remove()``, because it decides what is recomputed. With
-    ``stream_config`` an `AppliedPlan` is returned instead; with ``adaptive`` the first training call chooses
-    how many layers of a chunk are kept.
+    If ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the model trains, and
+    changed between steps. A `Planner` is returned, with the same ``plan``, ``stats()`` and ``remove()``. The
+    model must then be on its device before this call. Under ``adaptive`` gradient checkpointing is off until
+    ``remove()``, because it decides what is recomputed. With ``stream_config`` an `AppliedPlan` is returned
+    instead; with ``adaptive`` the first training call chooses how many layers of a chunk are kept.
 
     Args:
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: ``"auto"``, or anything else that `load_config` takes; or a plan, or a plan's file.
             With ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
-        optimizer: the model's optimizer. The planner needs it: its step ends a training step; so does
-            ``memory: {optimizer_in_backward: true}``.
-        transfer: copies bytes to host memory and back; by default on streams of an accelerator, blocking on
-            the CPU.
-        progress: called with (bytes ready, bytes in total) while host memory is page-locked; the two are
-            equal at the end. By default a bar on rank 0.
+        optimizer: the model's optimizer, whose step ends a training step. The planner and
+            ``memory: {optimizer_in_backward: true}`` need it.
+        transfer: copies to host memory and back; by default on an accelerator's streams, on the CPU blocking.
+        progress: called with (bytes ready, bytes in total) while host memory is page-locked, until the two
+            are equal. By default a bar on rank 0.
         meter: measures device memory for the planner; by default the meter of the model's device.
 
     Raises:
@@ -171,10 +169,8 @@ def optimizer_in_backward(
 ) -> OptimizerInBackward | None:
     """Let the optimizer step in backward while a plan is applied; ``None``: ``memory`` does not say so.
 
-    ``reads_norm`` as in `OptimizerInBackward`.
-
-    Raises:
-        PlanError: there is no optimizer, or it cannot step in backward; the plan has been removed.
+    ``reads_norm`` as in `OptimizerInBackward`. An optimizer that is missing or cannot do so is a `PlanError`,
+    and the plan has been removed.
     """
     if not memory.optimizer_in_backward:
         return None
@@ -194,13 +190,7 @@ def optimizer_in_backward(
 
 
 def say_what_to_know_of(source: ConfigOrPlan, plan: MemoryPlan, structure: ModelStructure) -> None:
-    """Log what the user should know of a plan that was not resolved for this model.
-
-    Args:
-        source: what the user named: the plan itself, its file or its document.
-        plan: the plan.
-        structure: structure of the model. Ops that the plan names and no layer has are a warning.
-    """
+    """Log what the user should know of a plan, named by ``source``, that was not resolved for this model."""
     if plan.fingerprint is None and not isinstance(source, MemoryPlan):
         logger.info("%s.", NOT_COMPARED[0].upper() + NOT_COMPARED[1:])
     if absent := structure.without_op(plan):
@@ -229,14 +219,11 @@ def plan_while_training(
 
     Args:
         training: the model, its fixed plan, the ``memory`` section and the optimizer.
-        resources: given to each plan. This function sets three of them: the tensor-parallel ranks, the
-            shared host memory, and the pack handler, whose tickets can be evicted.
+        resources: given to each plan, with the tensor-parallel ranks, the shared host memory, and the pack
+            handler, whose tickets can be evicted, set here.
         meter: measures device memory; by default the meter of the model's device.
         written: the user's configuration. Under ``adaptive``, if no plan fits, parts of the model run in
             tiles beyond those of this configuration. ``None``: none do.
-
-    Raises:
-        PlanError: a setting cannot be combined with the planner, or the plan file is malformed.
     """
     model, whole = training.model, training.structure
     shape, host = whole.decoder, HostMemory(training.fixed)
@@ -254,7 +241,8 @@ def plan_while_training(
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
-    training, movable, weights_back = _with_weights(training, resources.transfer)
+    weights_back = ExitStack()
+    training, movable = _with_weights(training, resources.transfer, weights_back)
     weights = weights_of(root)
     try:
         planner = start_planner(
@@ -268,9 +256,9 @@ def plan_while_training(
             ladder=ladder,
         )
     except BaseException:
-        weights_back()
+        weights_back.close()
         raise
-    planner.on_remove(weights_back)
+    planner.on_remove(weights_back.close)
     planner.on_remove(host.close)
     if _is_rank_0():
         bar = PlannerBar()
@@ -280,56 +268,37 @@ def plan_while_training(
 
 
 def _with_weights(
-    training: PlannedTraining, transfer: Transfer | None
-) -> tuple[PlannedTraining, MovableWeights | None, Callable[[], None]]:
+    training: PlannedTraining, transfer: Transfer | None, undo: ExitStack
+) -> tuple[PlannedTraining, MovableWeights | None]:
     """Put frozen weights on the host for all plans of a planner, where that is written or has happened.
 
-    Returns:
-        The training, whose plans say so; the weights that the planner may move; and what takes weights back.
+    Returns the training, whose plans say so, and the weights that the planner may move. ``undo`` gets what
+    takes weights back.
     """
     model, structure = training.model, training.structure
+    on_host = replace(training.fixed, weights="host")
     weights, owned = weights_on_host(model, training.fixed, structure, transfer)
-    undo, movable = [owned], None
+    undo.callback(owned)
     if weights is not None:
-        training = replace(training, fixed=replace(training.fixed, weights="host"))
-    elif training.memory.weights == "auto":
-        movable = _movable_weights(model, training.fixed, structure, transfer, undo)
-
-    def weights_back() -> None:
-        for step in undo:
-            step()
-
-    return training, movable, weights_back
-
-
-def _movable_weights(
-    model: nn.Module,
-    plan: MemoryPlan,
-    structure: ModelStructure,
-    transfer: Transfer | None,
-    undo: list[Callable[[], None]],
-) -> MovableWeights | None:
-    """Return the frozen weights that a planner may move to the host; ``None``: there are none that may.
-
-    What takes them back is appended to ``undo``.
-    """
+        return replace(training, fixed=on_host), None
+    if training.memory.weights != "auto":
+        return training, None
     root = unwrapped(model)
     try:
         sizes_bytes = sizes_on_host(root, structure)
+        if problems := problems_of_weights(root, structure):
+            raise PlanError(problems)
     except PlanError as error:
         logger.info("memory.weights: auto: all weights stay on the device: %s", error)
-        return None
-    if problems := problems_of_weights(root, structure):
-        logger.info("memory.weights: auto: all weights stay on the device: %s", PlanError(problems))
-        return None
+        return training, None
 
     def to_host() -> FrozenWeights:
-        weights, owned = weights_on_host(model, replace(plan, weights="host"), structure, transfer)
-        undo.append(owned)
+        weights, owned = weights_on_host(model, on_host, structure, transfer)
+        undo.callback(owned)
         assert weights is not None
         return weights
 
-    return MovableWeights(sizes_bytes, to_host)
+    return training, MovableWeights(sizes_bytes, to_host)
 
 
 def rests_within(model: nn.Module, memory: MemoryConfig, device: torch.device) -> bool:
@@ -355,18 +324,14 @@ def apply_plan(
     """Put a plan on a model whose structure is known; see `apply`.
 
     Args:
-        model, plan, shape: the model, the plan to put on it, and the model's structure.
         resources: given to the plan; by default the tensor-parallel ranks are those of the enclosing
             `hf_actswap.parallel.tensor_parallel_group`, and progress is a bar on rank 0.
         chunk_budget: for a streamed sequence: memory within which the first training call chooses how many
             layers of a chunk are kept. ``None``: the plan says it.
-
-    Raises:
-        PlanError: the plan does not fit the model, or requests something that this version does not support.
     """
     structure = structure.with_stacks_of(plan)
     _reject_what_cannot_be_applied(model, plan, structure)
-    bar = resources.progress or _bar_on_rank_0()
+    bar = resources.progress or (PinningBar() if _is_rank_0() else None)
     given = replace(resources, progress=bar, replicas=resources.replicas or enclosing_replicas())
     weights, owned = weights_on_host(model, plan, structure, given.transfer)
     try:
@@ -375,13 +340,16 @@ def apply_plan(
         owned()
         raise
     applied.on_remove(owned, last=True)
-    restores = _gathering_once(unwrapped(model), plan, structure)
+    root = unwrapped(model)
+    restores = _gathering_once(root, plan, structure)
     if plan.rows or given.pack_handler is not None:
-        restores += _without_cache(unwrapped(model), given.pack_handler is None)
+        cached = without_cache(root)
+        restores += cached
+        if cached and given.pack_handler is None:  # a planner puts one plan on after another
+            logger.info(_CACHE_IS_OFF)
     if plan.fingerprint is not None and plan.fingerprint.batch_shape and not structure.compiled:
-        restores.append(_comparing_batches(unwrapped(model), plan.fingerprint.batch_shape))
+        restores.append(_comparing_batches(root, plan.fingerprint.batch_shape))
     if plan.streamed is not None:
-        root = unwrapped(model)
         choose = None if chunk_budget is None else KeptLayers(root, applied, chunk_budget).choose
         restores.append(stream_sequences(root, plan.streamed, applied, given.transfer, choose))
     for restore in restores:
@@ -397,11 +365,7 @@ def weights_on_host(
     DistributedDataParallel, where it is put around the model afterwards, leaves them alone: it would send
     them to the other ranks, and find parameters on two kinds of devices.
 
-    Returns:
-        What keeps them there (``None``: they stay), and a function that undoes what this call did.
-
-    Raises:
-        PlanError: something else owns the weights, none is frozen, or there is too little host memory.
+    Returns what keeps them there (``None``: they stay), and a function that undoes what this call did.
     """
     root = unwrapped(model)
     found = weights_of(root)
@@ -422,10 +386,6 @@ def weights_on_host(
 
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute by which DistributedDataParallel is told, before it wraps a module, what it must leave alone."""
-
-
-def _bar_on_rank_0() -> Progress | None:
-    return PinningBar() if _is_rank_0() else None
 
 
 def _is_rank_0() -> bool:
@@ -478,10 +438,7 @@ def _comparing_batches(root: nn.Module, expected: tuple[int, ...]) -> Callable[[
 
 
 def _gathering_once(root: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> list[Callable[[], None]]:
-    """Let layers save gathered inputs where they are recomputed whole or in ``plan.keeps_gathered``.
-
-    Returns functions that undo it.
-    """
+    """Let layers save gathered inputs where they are recomputed whole or in ``plan.keeps_gathered``."""
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
     kept = {*whole, *plan.keeps_gathered}
     return [
@@ -489,11 +446,7 @@ def _gathering_once(root: nn.Module, plan: MemoryPlan, structure: ModelStructure
     ]
 
 
-def _without_cache(root: nn.Module, says: bool) -> list[Callable[[], None]]:
-    undo = without_cache(root)
-    if undo and says:  # a planner puts one plan on after another
-        logger.info(
-            "use_cache is off while the plan is on: a cache would hold the tensors that it releases. Results "
-            "are bitwise those with use_cache=False; with a cache some models (T5, GPT-J) round otherwise."
-        )
-    return undo
+_CACHE_IS_OFF = (
+    "use_cache is off while the plan is on: a cache would hold the tensors that it releases. Results are "
+    "bitwise those with use_cache=False; with a cache some models (T5, GPT-J) round otherwise."
+)

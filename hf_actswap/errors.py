@@ -78,9 +78,8 @@ class PlanError(ActSwapError):
 def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Let an `ActSwapError` leave a public function with only the user's frames in its traceback.
 
-    The message says what is wrong with what the user wrote, so the frames that found it are not needed: those
-    of this package and of `_LIBRARIES` are removed. Only an error of the running step (out of memory) keeps
-    what it came from: that is where it happened. Every other error is raised unchanged.
+    The message says what is wrong with what the user wrote; the frames of this package and of `_LIBRARIES`,
+    which found it, are removed. Only an error of the running step (out of memory) keeps what it came from.
     """
 
     @functools.wraps(call)

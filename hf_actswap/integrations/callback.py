@@ -1,7 +1,4 @@
-"""`ActSwapCallback` divides the Trainer's model, applies a plan while it trains, and logs statistics.
-
-What the callback finds out about a Trainer and its arguments, and what it changes in them for a while.
-"""
+"""`ActSwapCallback` divides the Trainer's model, applies a plan while it trains, and logs statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from ..apply import (
@@ -48,18 +45,12 @@ from ..planner.memory_errors import naming_memory_errors
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
 from ..stream import ChunkBudget
-from .parallel_checkpoint import checkpoint_fact
+from .parallel_checkpoint import checkpoint_fact, checkpoint_folder
 from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError
-from .parallel_training import ParallelTraining
-from .pipeline_training import PipelineTraining
+from .parallel_training import DividedTraining
 from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
-from .trainer_setup import (
-    begin_for_trainer,
-    begin_pipeline_for_trainer,
-    reject_independent_processes,
-    started_together,
-)
+from .trainer_setup import begin_for_trainer, reject_independent_processes, started_together
 
 
 def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
@@ -68,24 +59,8 @@ def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
     return place != "keep"
 
 
-def _sharding_beside_weights(trainer: Any) -> list[Problem]:
-    """Return what shards the model after its frozen weights have been set aside on the host."""
-    hint = "It owns the weights, and moves them itself: leave weights: host out, or train without it (DDP)."
-    return [
-        Problem("memory.weights", f"keep beside {name}", "host", hint)
-        for name in ("fsdp", "deepspeed")
-        if getattr(trainer, f"is_{name}_enabled", False)
-    ]
-
-
 CHECKPOINT_PLAN = "actswap_plan.json"
 """The plan of a planner in a checkpoint's folder, as a plan file."""
-
-
-def checkpoint_plan(asked: str | bool | None, output_dir: str | None) -> str | None:
-    """Return the path of the plan in the checkpoint from which a training goes on; ``None``: it begins."""
-    folder = get_last_checkpoint(output_dir) if asked is True and output_dir else asked
-    return os.path.join(folder, CHECKPOINT_PLAN) if isinstance(folder, str) else None
 
 
 def without_checkpointing_argument(args: TrainingArguments) -> Callable[[], None]:
@@ -104,8 +79,8 @@ def without_checkpointing_argument(args: TrainingArguments) -> Callable[[], None
 def calling_trainer(callback: TrainerCallback) -> Any:
     """Return the Trainer whose event is running, read off the call stack, or ``None``.
 
-    The Trainer hands its events the model, the optimizer and the loaders, but not itself, and there is no
-    event for an exception. The frame that raised the event is a method of the Trainer.
+    The Trainer does not hand itself to its events, and has none for an exception. The frame that raised the
+    event is a method of the Trainer.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -120,22 +95,10 @@ def calling_trainer(callback: TrainerCallback) -> Any:
 def called_model(trainer: Any, model: nn.Module) -> nn.Module:
     """Return the model that ``trainer`` calls in training, if that is compiled; else ``model``.
 
-    An event is given the bare model. Where ``torch_compile`` is on, or Accelerate has a dynamo backend, the
-    Trainer trains another object by the time of ``on_train_begin``:
-
-    ===================== ============================================================================
-    the whole model       ``model_wrapped`` is ``torch.compile``'s wrapper around the model, or around
-                          its ``DistributedDataParallel``
-    regional compilation  ``model_wrapped`` is a shallow copy of the model with compiled modules in it:
-                          other modules than those of the bare model, with the same parameters
-    neither               ``model_wrapped`` is the model, or a wrapper around it
-    ===================== ============================================================================
-
-    Hooks on the bare model would be traced into the graph in the first case and never run in the second.
-
-    Args:
-        trainer: the Trainer, in or after ``on_train_begin``; ``None``: not known.
-        model: the bare model that the event was given.
+    An event is given the bare model. By the time of ``on_train_begin`` a Trainer that compiles trains another
+    object, ``model_wrapped``: ``torch.compile``'s wrapper, into whose graph hooks on the bare model would be
+    traced; or, under regional compilation, a shallow copy of the model with compiled modules in it, beside
+    which hooks on the bare model would never run.
     """
     wrapped = getattr(trainer, "model_wrapped", None)
     if isinstance(wrapped, nn.Module) and any(map(is_compiled, wrapped.modules())):
@@ -162,19 +125,34 @@ _CLIPPED_LATER = Problem(
 _ADDED_LATER = Problem(
     "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
 )
+_OWNED_WEIGHTS = Problem(
+    "memory.weights",
+    "",
+    "host",
+    "It owns the weights, and moves them itself: leave weights: host out, or train without it (DDP).",
+)
+
+_SHOWN = ("actswap_stall_ms",)
+"""The statistics of a step in the log, beside peak and saving; ``log: full`` has all."""
+_SAID_SHARE = 0.001
+"""Of what is swapped: less than that staying on the device (a scalar of the loss) is not worth a warning."""
+
+_IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
+_DOES_NOTHING = (
+    'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
+)
 
 
 class ActSwapCallback(TrainerCallback):
     """Puts a configuration on the model while the Trainer trains.
 
     At train begin the plan is applied to the model, to the compiled one under ``torch_compile``; rank 0 logs
-    in a few lines what it does, and shows a bar while host memory is page-locked. Peak, saving and waits of
-    the last optimizer step go into the Trainer's log, and so to TensorBoard and other trackers; a line at the
-    end sums them up. With ``log: full`` or ``reference`` the plan is a table, the log has all statistics,
-    and every rank writes its lines to ``<output_dir>/worker_<rank>.log``, also those of windows that ``auto``
-    chooses during training. The plan that a planner has found is written into each checkpoint, and used
-    again when the training goes on from there. The plan is removed when ``Trainer.train`` ends, also by an
-    exception.
+    what it does, and shows a bar while host memory is page-locked. Peak, saving and waits of the last
+    optimizer step go into the Trainer's log, and so to trackers; a line at the end sums them up. With
+    ``log: full`` or ``reference`` the plan is a table, the log has all statistics, and every rank writes its
+    lines to ``<output_dir>/worker_<rank>.log``, also windows that ``auto`` chooses later. The plan that a
+    planner has found is written into each checkpoint, and used when the training goes on from there. The
+    plan is removed when ``Trainer.train`` ends, also by an exception.
 
     Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it applies and
     removes too, but until `bind` is called its statistics reach no log, and an exception in ``train`` leaves
@@ -218,11 +196,10 @@ class ActSwapCallback(TrainerCallback):
         self._bound = self._bytes_said = False
         self._resumed_from: str | None = None
         self.applied: AppliedPlan | Planner | None = None
-        self.parallel: ParallelTraining | PipelineTraining | None = None
+        self.parallel: DividedTraining | None = None
 
     @property
     def _config(self) -> ActSwapConfig:
-        """The configuration; an empty one if a plan was given."""
         return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
 
     def _plan_for(self, structure: ModelStructure) -> MemoryPlan:
@@ -239,9 +216,7 @@ class ActSwapCallback(TrainerCallback):
         return parallel.tensor_parallel_size > 1 or parallel.runs_pipeline
 
     @short_traceback
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Find the Trainer, which the event does not pass; wrap its methods (`bind`), divide its model.
 
         Frozen weights that wait on the host (``memory: {weights: host}``) are set aside here, before the
@@ -266,9 +241,7 @@ class ActSwapCallback(TrainerCallback):
                 self._set_weights_aside(trainer, args.device)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
-                pipeline = self._config.parallel_config.runs_pipeline
-                begin = begin_pipeline_for_trainer if pipeline else begin_for_trainer
-                self.parallel = begin(trainer, self._config)
+                self.parallel = begin_for_trainer(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def _set_weights_aside(self, trainer: Any, device: torch.device) -> None:
@@ -276,8 +249,9 @@ class ActSwapCallback(TrainerCallback):
         chooses = self._config.memory.weights == "auto" and not isinstance(self._requested, MemoryPlan)
         if chooses and rests_within(trainer.model, self._config.memory, device):
             return
-        if problems := _sharding_beside_weights(trainer):
-            raise PlanError(problems)
+        owners = [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]
+        if owners:
+            raise PlanError([replace(_OWNED_WEIGHTS, expected=f"keep beside {name}") for name in owners])
         structure = model_structure(trainer.model)
         weights_on_host(trainer.model, replace(self._plan_for(structure), weights="host"), structure)
 
@@ -297,7 +271,8 @@ class ActSwapCallback(TrainerCallback):
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
-            self._resumed_from = checkpoint_plan(asked, trainer.args.output_dir)
+            folder = checkpoint_folder(asked, trainer.args.output_dir)
+            self._resumed_from = None if folder is None else os.path.join(folder, CHECKPOINT_PLAN)
             lost_ranks = LostRanks() if self.parallel is None else self.parallel.lost_ranks
             with lost_ranks.named():
                 try:
@@ -336,18 +311,13 @@ class ActSwapCallback(TrainerCallback):
 
     @short_traceback
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         self.remove()  # auto_find_batch_size starts training again without the event of its end
-        if model is None:
+        if kwargs.get("model") is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
-        model = called_model(calling_trainer(self), model)
+        model = called_model(calling_trainer(self), kwargs["model"])
         with ExitStack() as undo:
             if self._config.memory.mode == "adaptive":
                 with self._console_on_rank_0(state):
@@ -355,13 +325,12 @@ class ActSwapCallback(TrainerCallback):
                 undo.callback(without_checkpointing_argument(args))
             plan, own, self.applied = self._put_on_model(model, args, state, kwargs)
             self.applied.on_remove(undo.pop_all().close)
-        config = self._config
         self._before = self._step = SwapStats()
         self._logged, self._bytes_said = self.applied.plan, False
         self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
         if self._shows_all:
             with worker_log(_worker_path(args)) as worker:
-                _log_plan(worker, own, config.notes)
+                _log_plan(worker, own, self._config.notes)
         if state.is_world_process_zero:
             with console_logging(logger):
                 self._say_plan(plan)
@@ -373,7 +342,7 @@ class ActSwapCallback(TrainerCallback):
             notes[1:] = [f"{len(notes) - 1} more note(s) on the configuration (`log: full` lists them)."]
         _log_plan(logger, plan, notes, logging.INFO if config.log == "reference" else logging.DEBUG)
         searches = isinstance(applied, Planner) and applied.phase != "stable"
-        if applied is not None and isinstance(applied, Planner) and not searches:
+        if isinstance(applied, Planner) and not searches:
             plan = applied.plan
         if plan.does_anything or (self._divides and self._shows_all):
             self._show(plan, "")
@@ -391,10 +360,7 @@ class ActSwapCallback(TrainerCallback):
     def _put_on_model(
         self, model: nn.Module, args: TrainingArguments, state: TrainerState, event: Mapping[str, Any]
     ) -> tuple[MemoryPlan, MemoryPlan, AppliedPlan | Planner]:
-        """Apply the plan to the model; return the whole model's plan, this rank's, and what is on it.
-
-        ``event`` has what the Trainer passes to its callbacks.
-        """
+        """Apply the plan to the model; return the whole model's plan, this rank's, and what is on it."""
         requested, config, parallel = self._requested, self._config, self.parallel
         group = None if parallel is None else parallel.tensor_group
         with nullcontext() if group is None else tensor_parallel_group(group):
@@ -435,37 +401,28 @@ class ActSwapCallback(TrainerCallback):
     ) -> AppliedPlan | Planner:
         """Put this rank's plan on the model, or start the planner that looks for one."""
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
-        memory, plan = training.memory, training.fixed
-        if memory.mode != "off" and plan.streamed is None:
-            with self._console_on_rank_0(state):
-                planner = self._started_planner(training, args, silent)
-            if args.disable_tqdm:
-                planner.progress = None
-            return planner
-        budget = None
-        if memory.mode != "off":
-            accumulates = args.gradient_accumulation_steps > 1
-            budget = ChunkBudget(memory, training.optimizer, accumulates=accumulates)
-        passes = None if self.parallel is None else self.parallel.passes
+        parallel, memory, plan = self.parallel, training.memory, training.fixed
+        passes = None if parallel is None else parallel.passes
         resources = Resources(progress=silent, passes=passes)
-        return apply_plan(training.model, plan, training.structure, resources, budget)
-
-    def _started_planner(
-        self, training: PlannedTraining, args: TrainingArguments, progress: PinningBar | None
-    ) -> Planner:
-        parallel = self.parallel
-        if parallel is None:
-            return plan_while_training(training, Resources(progress=progress), written=self._config)
-        passes = parallel.passes
-        training = parallel.training_of_rank(training, args.gradient_accumulation_steps)
-        with parallel.planners_agreeing():
-            planner = plan_while_training(
-                training,
-                Resources(progress=progress, passes=passes),
-                written=self._config if passes is None else None,
-            )
-        parallel.phase = lambda: planner.phase
+        if memory.mode == "off" or plan.streamed is not None:
+            budget = None
+            if memory.mode != "off":
+                accumulates = args.gradient_accumulation_steps > 1
+                budget = ChunkBudget(memory, training.optimizer, accumulates=accumulates)
+            return apply_plan(training.model, plan, training.structure, resources, budget)
+        if parallel is not None:
+            training = parallel.training_of_rank(training, args.gradient_accumulation_steps)
+        with self._console_on_rank_0(state), self._planners_agreeing():
+            written = self._config if passes is None else None
+            planner = plan_while_training(training, resources, written=written)
+        if parallel is not None:
+            parallel.phase = lambda: planner.phase
+        if args.disable_tqdm:
+            planner.progress = None
         return planner
+
+    def _planners_agreeing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parallel is None else self.parallel.planners_agreeing()
 
     def _begin_record(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any
@@ -475,8 +432,10 @@ class ActSwapCallback(TrainerCallback):
         stage = parallel.recorded_stage if parallel else 0 if state.is_world_process_zero else None
         if stage is None or self.applied is None:
             return None
+        folder, logs = args.output_dir or ".", "tensorboard" in (args.report_to or ())
+        beside_logs = os.path.join(folder, LOGS) if logs else None
         return RunRecord(
-            self._record_folder(args),
+            folder if self._shows_all else beside_logs,
             model,
             self.applied,
             optimizer=optimizer,
@@ -485,42 +444,28 @@ class ActSwapCallback(TrainerCallback):
             stages=parallel.recorded_stages(args.gradient_accumulation_steps) if parallel else None,
         )
 
-    def _record_folder(self, args: TrainingArguments) -> str | None:
-        """Return where the record goes: where it was asked for, else to the logs, else nowhere."""
-        folder = args.output_dir or "."
-        if self._shows_all:
-            return folder
-        return os.path.join(folder, LOGS) if "tensorboard" in (args.report_to or ()) else None
-
     def _why_nothing(self) -> str:
         if self._source is None:
             return "actswap=None"
-        if isinstance(self._requested, ActSwapConfig):
-            empty = not self._requested.to_dict()
-            return (
-                f"the configuration ({self._requested.source}) {'is empty' if empty else 'keeps everything'}"
-            )
-        return "the plan keeps everything"
+        requested = self._requested
+        if isinstance(requested, MemoryPlan):
+            return "the plan keeps everything"
+        does = "keeps everything" if requested.to_dict() else "is empty"
+        return f"the configuration ({requested.source}) {does}"
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Measure the step, if it is one of the two that the record measures (`RunRecord`)."""
         if self._record is not None:
             self._record.step_starts()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Raise `UnsummedGradientError` if tagged gradients are not summed (a subclass clips by itself)."""
         if self.parallel is not None:
             self.parallel.check_summed()
         if self._record is not None:
             self._record.optimizer_starts()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Take the statistics of the optimizer step that ends; log changes of the plan in it."""
         if self.applied is None:
             return
@@ -528,21 +473,15 @@ class ActSwapCallback(TrainerCallback):
             self._record.step_ends()
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
-            parallel = self.parallel
-            agreeing = nullcontext() if parallel is None else parallel.planners_agreeing()
-            with self._console_on_rank_0(state), agreeing:
+            with self._console_on_rank_0(state), self._planners_agreeing():
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now
-        if first and now.rejected and state.is_world_process_zero:
-            with console_logging(logger):
-                for reason, size_bytes in now.rejected.items():
-                    if size_bytes > _SAID_SHARE * now.offloaded_bytes:
-                        logger.warning(
-                            "%s a step are swapped by the plan and stay on the device: %s.",
-                            gib_text(size_bytes),
-                            reason,
-                        )
+        if first and state.is_world_process_zero:
+            for reason, size_bytes in now.rejected.items():
+                if size_bytes > _SAID_SHARE * now.offloaded_bytes:
+                    text = "%s a step are swapped by the plan and stay on the device: %s."
+                    _say(logging.WARNING, text, gib_text(size_bytes), reason)
         if state.is_world_process_zero and not self._bytes_said:
             self._say_bytes(self.applied)
         self._log_decisions(self.applied.plan, args, state)
@@ -556,12 +495,9 @@ class ActSwapCallback(TrainerCallback):
         self._bytes_said = True
         moved, dropped = self._step.offloaded_bytes, applied.dropped_bytes
         if dropped is not None and (moved or dropped):
-            with console_logging(logger):
-                logger.info(
-                    "A step moves %s to host memory and computes %s again.",
-                    gib_text(moved),
-                    gib_text(dropped * self._step.forwards),
-                )
+            again = gib_text(dropped * self._step.forwards)
+            text = "A step moves %s to host memory and computes %s again."
+            _say(logging.INFO, text, gib_text(moved), again)
 
     def _log_decisions(self, plan: MemoryPlan, args: TrainingArguments, state: TrainerState) -> None:
         """Log what the engine has added to the plan since it was logged: the windows that ``auto`` chose."""
@@ -575,31 +511,25 @@ class ActSwapCallback(TrainerCallback):
                 for adjustment in plan.adjustments:
                     if adjustment not in logged.adjustments:
                         worker.info("%s", adjustment)
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and (self._shows_all or isinstance(self.applied, Planner)):
             with console_logging(logger):
-                if self._shows_all or isinstance(self.applied, Planner):
-                    self._show(plan, f"Decided in step {state.global_step}:")
+                self._show(plan, f"Decided in step {state.global_step}:")
 
-    def _console_on_rank_0(self, state: TrainerState) -> AbstractContextManager[Any]:
-        """Return the context in which the package's log lines reach the console, on rank 0 only."""
+    def _console_on_rank_0(self, state: TrainerState) -> AbstractContextManager[None]:
         package = logging.getLogger("hf_actswap")
         return console_logging(package) if state.is_world_process_zero else nullcontext()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the plan that a planner has found into the checkpoint; a training that goes on uses it."""
-        folder = os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if not isinstance(self.applied, Planner):
             return
+        folder = os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         path, parallel = os.path.join(folder, CHECKPOINT_PLAN), self.parallel
         with nullcontext() if parallel is None else parallel.storing_plans():
             if os.path.isdir(folder):
                 self.applied.write_plan(path if parallel is None else parallel.plan_path(path))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Remove the plan; log how much memory it saved, unless the wrapped ``train`` does (`bind`)."""
         if self._record is not None and state.is_world_process_zero and self._acts():
             self._saving = self._record.saving()
@@ -614,14 +544,12 @@ class ActSwapCallback(TrainerCallback):
     def _say_saving(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            with console_logging(logger):
-                logger.info("%s", saving.in_words())
+            _say(logging.INFO, "%s", saving.in_words())
 
     def remove(self) -> None:
         """Take the plan off the model. Safe to call again."""
-        applied, self.applied = self.applied, None
-        self._in_backward = None
-        record, self._record = self._record, None
+        applied, record = self.applied, self._record
+        self.applied = self._record = self._in_backward = None
         if record is not None:
             record.close()
         if applied is not None:
@@ -639,31 +567,23 @@ class ArgumentsCallback(ActSwapCallback):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Read ``actswap`` of the arguments, which are known only now; then as `ActSwapCallback`."""
         self._source = self._asked_by(args)
         if self._source is not None and not self._replaced_by_given_callback(args):
             self._requested = load_config_or_plan(self._source)
-            super().on_init_end(args, state, control, **kwargs)
+            super().on_init_end(args, *others, **kwargs)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         if self._replaced_by_given_callback(args):
             return
         if self._source is not None:
-            super().on_train_begin(args, state, control, model, **kwargs)
+            super().on_train_begin(args, state, control, **kwargs)
         elif state.is_world_process_zero:
-            with console_logging(logger):
-                logger.warning(_DOES_NOTHING, self._why_nothing())
+            _say(logging.WARNING, _DOES_NOTHING, self._why_nothing())
 
     def _asked_by(self, args: TrainingArguments) -> Any:
         return getattr(args, "actswap", None)
@@ -680,20 +600,13 @@ class ArgumentsCallback(ActSwapCallback):
             return False
         trainer.callback_handler.callbacks = others  # a new list: the event still iterates over the old one
         if self._source not in (None, given._source) and trainer.is_world_process_zero():
-            with console_logging(logger):
-                logger.warning(_IGNORED, self._named)
+            _say(logging.WARNING, _IGNORED, self._named)
         return True
 
 
-_SHOWN = ("actswap_stall_ms",)
-"""The statistics of a step in the log, beside peak and saving; ``log: full`` has all."""
-_SAID_SHARE = 0.001
-"""Of what is swapped: less than that staying on the device (a scalar of the loss) is not worth a warning."""
-
-_IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
-_DOES_NOTHING = (
-    'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
-)
+def _say(level: int, text: str, *values: object) -> None:
+    with console_logging(logger):
+        logger.log(level, text, *values)
 
 
 def _worker_path(args: TrainingArguments) -> str:
@@ -703,10 +616,7 @@ def _worker_path(args: TrainingArguments) -> str:
 def _log_plan(
     target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
 ) -> None:
-    """Log the notes at INFO, and the reference's lines and warnings at level ``lines``.
-
-    If that level is INFO, the warnings are logged at WARNING.
-    """
+    """Log the notes at INFO, the reference's lines at ``lines``, and warnings likewise, or above INFO."""
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:

@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -68,10 +68,9 @@ def load_optimizer_and_scheduler(
     scheduler: Any,
     own_state: Callable[[torch.optim.Optimizer, Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """Load this rank's part of an optimizer's whole state, and a scheduler's state.
+    """Load this rank's part of an optimizer's whole state, and a scheduler's state, if both are there.
 
-    If one of the two files is missing, nothing is loaded. This replaces the Trainer's method, which would
-    put the whole model's state onto every device.
+    This replaces the Trainer's method, which would put the whole model's state onto every device.
 
     Args:
         checkpoint: the checkpoint's folder.
@@ -88,19 +87,25 @@ def load_optimizer_and_scheduler(
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 
-def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
-    """Return which checkpoint this rank would resume from, in words that ranks can compare.
+def checkpoint_folder(asked: str | bool | None, output_dir: str | None) -> str | None:
+    """Return the folder that ``resume_from_checkpoint`` of ``Trainer.train`` means; ``None``: there is none.
 
     Args:
-        asked: ``resume_from_checkpoint`` of ``Trainer.train``.
-        output_dir: folder of the training; ``True`` means the last checkpoint in it.
+        asked: the folder; or ``True``: the last checkpoint in ``output_dir``.
+        output_dir: folder of the training.
     """
+    if not asked or isinstance(asked, str):
+        return asked or None
+    folder = output_dir or "."
+    found: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    return found
+
+
+def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
+    """Return which checkpoint (`checkpoint_folder`) this rank would resume from, for ranks to compare."""
     if not asked:
         return "none"
-    folder = output_dir or "."
-    found = (
-        asked if isinstance(asked, str) else get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    )
+    found = checkpoint_folder(asked, output_dir)
     if found is None:
         return "no checkpoint in output_dir"
     try:
@@ -122,13 +127,10 @@ def random_states_by_data_rank(
     """Yield a folder in which this rank finds its random states under the name that the Trainer reads.
 
     Args:
-        checkpoint: the checkpoint's folder.
+        checkpoint: the checkpoint's folder; a damaged ``parallel_layout.json`` is a `ParallelTrainingError`.
         layout: the layout of this training.
         process_index: this rank's index among all processes.
         data_rank: index of the part of the data that it trains on.
-
-    Raises:
-        ParallelTrainingError: ``parallel_layout.json`` is damaged.
     """
     folder = Path(checkpoint)
     written = _layout_of(folder)
@@ -163,11 +165,7 @@ Names = list[list[str]]
 
 
 def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names:
-    """Return the names under which a model has an optimizer's parameters.
-
-    Raises:
-        ValueError: the optimizer has a parameter that is not in the model.
-    """
+    """Return the names under which a model has an optimizer's parameters, all of which must be in it."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     missing = [
         list(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id
@@ -181,11 +179,7 @@ def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def rebind(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
-    """Replace an optimizer's parameters by the model's present ones of the same names.
-
-    Raises:
-        ValueError: the optimizer already has state, which is of its earlier parameters.
-    """
+    """Replace the parameters of an optimizer without state by the model's present ones of these names."""
     if any(optimizer.state.values()):
         raise ValueError("the optimizer has made steps on the whole model: give one without state")
     present = dict(model.named_parameters())
@@ -206,81 +200,103 @@ def full_optimizer_state(
         patched: the divided model.
         keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
         progress: called with (bytes gathered, bytes in total) of this rank's tensors.
-
-    Raises:
-        ValueError: a state entry of a divided parameter is neither a number nor of the parameter's shape.
-        RuntimeError: ranks have states of different parameters.
     """
-    state = optimizer.state_dict()
-    names = names_of_parameters(patched.model, optimizer)
-    partitions = dict(partitions_of(patched.model))
+    state, names = optimizer.state_dict(), names_of_parameters(patched.model, optimizer)
+    parameters, partitions = dict(patched.model.named_parameters()), dict(partitions_of(patched.model))
     _reject_differences(state["state"], patched.group)
-    whole: dict[int, dict[str, Any]] = {}
-    kept: list[tuple[int, str, torch.Tensor, Mapping[str, Any]]] = []
-    for saved, of_group, group in zip(state["param_groups"], names, optimizer.param_groups, strict=True):
-        saved["param_names"] = list(of_group)
-        for index, name, parameter in zip(saved["params"], of_group, group["params"], strict=True):
-            if index in state["state"]:
-                kept.append((index, name, parameter, state["state"][index]))
-    for index, name, parameter, entries in with_progress(
-        kept, [_bytes_of(item[-1]) for item in kept], progress
-    ):
-        partition = partitions.get(name)
-        found = {
-            key: gathered_entry(value, f"{name}: {key}", parameter.shape, partition, patched.group)
+    own = entries_by_name(state, names)
+    sizes = [
+        sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
+        for entries in own.values()
+    ]
+    found = {}
+    for name, entries in with_progress([*own.items()], sizes, progress):
+        shape, partition = parameters[name].shape, partitions.get(name)
+        gathered = {
+            key: gathered_entry(value, f"{name}: {key}", shape, partition, patched.group)
             for key, value in entries.items()
         }
         if keeps:
-            whole[index] = found
-    return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
+            found[name] = gathered
+    return numbered_state(state["param_groups"], names, found) if keeps else {}
+
+
+def entries_by_name(state: Mapping[str, Any], names: Names) -> dict[str, Mapping[str, Any]]:
+    """Return what an optimizer's ``state_dict`` has of each parameter; ``names`` are those of its groups."""
+    return {
+        name: state["state"][index]
+        for of_group, settings in zip(names, state["param_groups"], strict=True)
+        for index, name in zip(settings["params"], of_group, strict=True)
+        if index in state["state"]
+    }
+
+
+def numbered_state(
+    groups: Sequence[Mapping[str, Any]], whole: Names, found: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a ``state_dict`` of an undivided model's optimizer, which numbers its parameters and names them.
+
+    Args:
+        groups: settings of the groups.
+        whole: names of all parameters of each group.
+        found: whole entries by a parameter's name.
+    """
+    full: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for of_group, settings in zip(whole, groups, strict=True):
+        numbers = list(range(count, count := count + len(of_group)))
+        full["param_groups"].append({**settings, "params": numbers, "param_names": list(of_group)})
+        named = zip(numbers, of_group, strict=True)
+        full["state"] |= {number: found[name] for number, name in named if name in found}
+    return full
 
 
 def own_optimizer_state(
     optimizer: torch.optim.Optimizer, patched: Patched, full: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return this rank's ``state_dict`` for an optimizer of the patched model, from a whole one."""
+    names, partitions = names_of_parameters(patched.model, optimizer), dict(partitions_of(patched.model))
+    parameters, rank = dict(patched.model.named_parameters()), patched.group.rank()
+
+    def own_part(name: str, key: str, value: Any) -> Any:
+        parameter = parameters[name]
+        part = shard_of_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank)
+        same = isinstance(part, torch.Tensor) and part.dim() > 0 and part.shape == parameter.shape
+        return sharded_as(part, parameter) if same else part  # this rank's shard under FSDP2
+
+    return own_state(full, names, names, own_part)
+
+
+def own_state(
+    full: Mapping[str, Any], names: Names, whole: Names, own_part: Callable[[str, str, Any], Any]
+) -> dict[str, Any]:
     """Return this rank's ``state_dict`` for an optimizer, from one with whole tensors.
 
     Args:
-        optimizer: PyTorch's optimizer of the patched model.
-        patched: the divided model.
-        full: what `full_optimizer_state` returned, or the state of an optimizer of the undivided model.
+        full: the whole state. Its parameters are matched by name, if it has names (``param_names``).
+        names: this rank's parameters of each group.
+        whole: the parameters of each group on all ranks, in the order of a state without names.
+        own_part: returns this rank's part of an entry, from the parameter's name, the entry's key and value.
 
     Raises:
-        ValueError: groups or shapes of ``full`` do not fit the model.
+        ValueError: a group of ``full`` has other parameters.
     """
-    names = names_of_parameters(patched.model, optimizer)
-    partitions = dict(partitions_of(patched.model))
-    groups, rank = full["param_groups"], patched.group.rank()
-    if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
-        sizes = [len(group["params"]) for group in groups], [len(of_group) for of_group in names]
-        raise ValueError(f"optimizer state of parameter groups of {sizes[0]} parameters, expected {sizes[1]}")
-    own: dict[int, dict[str, Any]] = {}
-    made, count = [], 0
-    for saved, of_group, group in zip(groups, names, optimizer.param_groups, strict=True):
-        index_of = dict(zip(saved.get("param_names", of_group), saved["params"], strict=True))
-        unknown = sorted(set(of_group) - set(index_of))
-        if unknown:
-            raise ValueError(
-                f"no optimizer state of {unknown[0]} (and {len(unknown) - 1} others) in its group"
-            )
-        indices = list(range(count, count + len(of_group)))
-        count += len(of_group)
-        for index, name, parameter in zip(indices, of_group, group["params"], strict=True):
-            entries = full["state"].get(index_of[name])
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for of_group, of_all, saved in zip(names, whole, full["param_groups"], strict=True):
+        size, order = len(saved["params"]), saved.get("param_names", of_all)
+        number_of = dict(zip(order, saved["params"], strict=True)) if size == len(of_all) else {}
+        if unknown := [name for name in of_group if name not in number_of]:
+            expected = f"expected {len(of_all)} with {unknown[0]}"
+            raise ValueError(f"optimizer.pt: a group of {size} parameters, {expected}")
+        for index, name in enumerate(of_group, count):
+            entries = full["state"].get(number_of[name])
             if entries is not None:
-                own[index] = {
-                    key: _shard(
-                        shard_of_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank),
-                        parameter,
-                    )
-                    for key, value in entries.items()
-                }
-        made.append({**{k: v for k, v in saved.items() if k != "param_names"}, "params": indices})
-    return {"state": own, "param_groups": made}
-
-
-def _bytes_of(entries: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
+                own["state"][index] = {key: own_part(name, key, value) for key, value in entries.items()}
+        numbers = list(range(count, count := count + len(of_group)))
+        settings = {key: value for key, value in saved.items() if key != "param_names"}
+        own["param_groups"].append({**settings, "params": numbers})
+    return own
 
 
 def gathered_entry(
@@ -294,9 +310,6 @@ def gathered_entry(
         shape: shape of the parameter on this rank.
         partition: how the parameter is divided; ``None``: every rank has it whole.
         group: tensor-parallel group; ``None``: nothing is divided.
-
-    Raises:
-        ValueError: the parameter is divided, and the tensor has another shape.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -309,11 +322,7 @@ def gathered_entry(
 
 
 def shard_of_entry(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
-    """Return a rank's part of what `gathered_entry` returned.
-
-    Raises:
-        ValueError: ``value`` does not have the shape of the whole parameter.
-    """
+    """Return a rank's part of what `gathered_entry` returned."""
     if not isinstance(value, torch.Tensor) or partition is None or value.dim() == 0:
         return value
     if not partition.fits(value.shape):
@@ -323,12 +332,6 @@ def shard_of_entry(value: Any, what: str, shape: torch.Size, partition: Partitio
     if part.shape != shape:
         raise ValueError(f"{what}: expected a part of shape {list(shape)}, found {list(part.shape)}")
     return part
-
-
-def _shard(value: Any, parameter: torch.Tensor) -> Any:
-    """Return this rank's FSDP2 shard of a tensor of its parameter's shape; any other value unchanged."""
-    same = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
-    return sharded_as(value, parameter) if same else value
 
 
 def _reject_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:

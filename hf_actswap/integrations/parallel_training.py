@@ -72,9 +72,8 @@ def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
     """Let data loaders that ``accelerator`` prepares from now on give the ranks of a group the same batches.
 
     Accelerate does so for a mesh with a dim ``tp``. The mesh is set on this accelerator, not in Accelerate's
-    state, which the whole process shares: it would change the loaders of a later training too. Accelerate
-    assumes that the ranks of a group have consecutive numbers. In a pipeline they have not, so Accelerate is
-    given the process index that this rank would have if they had.
+    state, which later trainings of the process share. Accelerate assumes that the ranks of a group have
+    consecutive numbers. In a pipeline they have not: it is given the process index that this rank would have.
     """
     accelerator._prepare_device_mesh = lambda: mesh.device_mesh
     index = mesh.data_parallel_rank * mesh.tensor_parallel_size + mesh.tensor_parallel_rank
@@ -95,12 +94,7 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     original: Callable[..., Any] = accelerator.gather_for_metrics
     first_ranks = mesh.device_mesh.mesh[:, 0].tolist()
 
-    def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
-        """Return the samples of the first rank of each group: ``[ranks / tp * n, ...]``.
-
-        Args:
-            gathered: samples of all ranks, ``[ranks * n, ...]``.
-        """
+    def one_of_each(gathered: torch.Tensor) -> torch.Tensor:  # [ranks * n, ...] to [ranks / tp * n, ...]
         by_rank = gathered.reshape(accelerator.num_processes, -1, *gathered.shape[1:])
         return by_rank[first_ranks].flatten(0, 1)
 
@@ -202,19 +196,12 @@ def _reject(settings: Mapping[str, Any]) -> None:
 
 
 class _ParallelFusedForward:
-    """The forward that replaces TRL's. It is bound to the model, so the model's hooks run around it.
-
-    Args:
-        patched: the divided model.
-        before: TRL's forward, for calls without the flag ``fused_lm_head``.
-        temperature: number by which logits are divided.
-    """
+    """The forward that replaces TRL's; ``before`` is TRL's, for calls without the flag ``fused_lm_head``."""
 
     def __init__(self, patched: Patched, before: Callable[..., Any], temperature: float) -> None:
         self._patched, self._before, self._temperature = patched, before, temperature
 
     def __call__(self, model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Return `ParallelFusedOutput` if ``fused_lm_head`` is set, else what TRL's forward returns."""
         if not fused_lm_head:
             return self._before(*args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
@@ -308,7 +295,7 @@ class DividedTraining(ABC):
         self._expects_batch, self._timeout_s = True, timeout_s
         self._counts_batches, self.lost_ranks = False, LostRanks()
         self.shows_bars = True
-        OwnNamesHook().attach(model)
+        model.register_load_state_dict_pre_hook(OwnNamesHook())
         read_by_data_rank(accelerator, mesh)
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
@@ -319,21 +306,91 @@ class DividedTraining(ABC):
         """The ranks that hold each layer together; ``None``: one rank does."""
 
     @abstractmethod
+    def wrap(self, model: nn.Module, ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
+        """Prepare a model for training: autocast, and DDP where it is needed, with these arguments."""
+
+    @abstractmethod
+    def replace_fused_head(self) -> None:
+        """Replace TRL's fused head by one for a divided vocabulary, if there is one."""
+
+    @abstractmethod
+    def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of the micro-batches of an optimizer step when the Trainer has read them."""
+
+    @abstractmethod
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Replaces ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
+        """Replaces ``accelerator.clip_grad_norm_``: sum gradients that ranks share, clip by the model's norm.
+
+        Returns:
+            The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
+        """
+
+    @abstractmethod
+    def check_summed(self) -> None:
+        """See to it before the optimizer's step that gradients that ranks share are summed."""
+
+    @abstractmethod
+    def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
+        """Return the model's whole tensors on the CPU. Every rank must call it.
+
+        Args:
+            keeps: whether this rank gets them; other ranks only take part, and get an empty dict.
+        """
+
+    @abstractmethod
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, keeps: bool) -> dict[str, Any]:
+        """Return the ``state_dict`` of the undivided model's optimizer; as `whole_weights`."""
+
+    @abstractmethod
+    def own_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's part of an optimizer's whole state. Every rank must call it."""
 
     @property
     def ranks_per_model(self) -> int:
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
 
+    @property
+    def recorded_stage(self) -> int | None:
+        """The pipeline stage whose run this rank records, one rank for each; ``None``: this one does not."""
+        return 0 if dist.get_rank() == 0 else None
+
+    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
+        """Return what the record says of the stages, with ``micro_batches`` in a step."""
+        return None
+
     def training_of_rank(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
         """Return ``training`` as this rank plans for it, with ``micro_batches`` in a step."""
         return training
 
+    def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return this rank's part of a plan of the whole model; warn of what is costly in it."""
+        return plan
+
     def plan_path(self, path: str) -> str:
         """Return the path of this rank's plan file, if ``path`` is that of the whole model's."""
         return path
+
+    def training_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch forward and backward by the Trainer's own method ``stock``; return its loss."""
+        return stock(*args, **kwargs)
+
+    def prediction_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a batch without gradients by the Trainer's own ``stock``; return loss, logits and labels."""
+        return stock(*args, **kwargs)
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has all of its modules; loading fills those of this rank."""
+        return nullcontext()
+
+    @contextmanager
+    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
+        """Within the block ``optimizer.state_dict()`` is the whole state. Entering it is a collective."""
+        full = self.full_optimizer_state(optimizer.optimizer, keeps)
+        with patched_attribute(optimizer, "state_dict", lambda: full):
+            yield
 
     def storing_plans(self) -> AbstractContextManager[None]:
         """Return the context in which plans are written into a checkpoint. Every rank must enter it."""
@@ -344,22 +401,14 @@ class DividedTraining(ABC):
         return nullcontext()
 
     def expect_batches(self, loader: Any) -> dict[str, str]:
-        """Let `check_batches` compare what a training reads; return facts about it that ranks must share.
-
-        Args:
-            loader: the data loader of the training.
-        """
+        """Let `check_batches` compare what a training reads; return facts about it that ranks must share."""
         self._expects_batch = True
         found = length_of(loader)
         self._counts_batches = found is None
         return {"batches in an epoch": found or "not known"}
 
     def check_batches(self, batches: Sequence[Any]) -> None:
-        """Check a step's micro-batches: their number, if that of an epoch is not known, and the first one.
-
-        Raises:
-            RankAgreementError: ranks have read different numbers of batches; or see `check_batch`.
-        """
+        """Compare a step's first batch, and how many there are if that of an epoch is not known."""
         if self._counts_batches:
             self._check_count(len(batches), "micro-batches of this step")
         if batches:
@@ -369,9 +418,6 @@ class DividedTraining(ABC):
         """Return a loader for an evaluation, which raises an error if ranks have other numbers of batches.
 
         Every rank must call it, and read the loader to its end.
-
-        Raises:
-            RankAgreementError: ranks have loaders of other lengths, or a rank does not answer.
         """
         found = length_of(loader)
         with failing_together("evaluation", self._timeout_s) as facts:
@@ -394,14 +440,8 @@ class DividedTraining(ABC):
     def check_batch(self, batch: Any) -> None:
         """Check that the ranks of a group have the same first batch in a training.
 
-        With different batches they would train on half of one and half of another.
-
-        Args:
-            batch: a mapping with tensors in it; the same keys on every rank.
-
-        Raises:
-            RankAgreementError: batches differ (a data loader that was not prepared, a random sampler with a
-                seed of its own), or a rank does not answer.
+        They have not if a data loader was not prepared, or a random sampler has a seed of its own; then they
+        would train on half of one batch and half of another.
         """
         if not self._expects_batch:
             return
@@ -462,15 +502,7 @@ class CountedLoader:
 
 
 class ParallelTraining(DividedTraining):
-    """A patched model in a training that Accelerate drives.
-
-    Args:
-        accelerator, mesh, timeout_s: see `DividedTraining`.
-        patched: the divided model.
-
-    Attributes:
-        patched: the divided model.
-    """
+    """A patched model in a training that Accelerate drives; see `DividedTraining`."""
 
     def __init__(
         self, accelerator: Any, mesh: ParallelMesh, patched: Patched, timeout_s: float = 60.0
@@ -481,119 +513,57 @@ class ParallelTraining(DividedTraining):
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """The ranks that hold each layer together: all ranks of the model."""
         return self.patched.group
 
     def replace_fused_head(self) -> None:
-        """Replace TRL's fused head by one for a divided vocabulary, if there is one."""
         replace_fused_head(self.patched)
 
-    def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return this rank's part of a plan of the whole model: all of it, as each rank has all layers."""
-        return plan
-
-    @property
-    def recorded_stage(self) -> int | None:
-        """The pipeline stage whose run this rank records: 0 on rank 0; ``None`` (no record) on others."""
-        return 0 if dist.get_rank() == 0 else None
-
-    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
-        """Return ``None``: there are no pipeline stages to record."""
-
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Called with the micro-batches of an optimizer step when the Trainer has read them; does nothing."""
-
-    def training_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch forward and backward by the Trainer's own method ``stock``; return its loss."""
-        return stock(*args, **kwargs)
-
-    def prediction_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a batch without gradients by the Trainer's own ``stock``; return loss, logits and labels."""
-        return stock(*args, **kwargs)
+        pass  # they come one by one
 
     def sum_gradients(self) -> None:
         """Sum the tagged gradients that are not summed yet over the ranks of the group."""
         self._gradients.reduce()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Replaces ``accelerator.clip_grad_norm_``: sum tagged gradients, clip by the whole model's norm.
-
-        Returns:
-            The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
-        """
         self._accelerator.unscale_gradients()
         self.sum_gradients()
         return clip_grad_norm(parameters, max_norm, norm_type, process_group=self.patched.group)
 
     def check_summed(self) -> None:
-        """Raise `UnsummedGradientError` if a tagged gradient is not summed."""
         reject_unsummed(self.patched.model.parameters())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
-        """Return the model's whole tensors on the CPU. Every rank must call it.
-
-        Args:
-            keeps: whether this rank gets them; other ranks only take part, and get an empty dict.
-        """
         rank = self.patched.group.rank()
         with self.gathering_bar("weights") as progress:
             # `only_rank=-1` is no rank: this rank takes part and keeps nothing.
             return self.patched.full_state_dict(only_rank=rank if keeps else -1, progress=progress)
 
-    @contextmanager
-    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
-        """Within the block ``optimizer.state_dict()`` has whole tensors. Entering it is a collective.
-
-        Without ``keeps`` this rank's state is empty; it only takes part.
-        """
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, keeps: bool) -> dict[str, Any]:
         with self.gathering_bar("optimizer states") as progress:
-            full = full_optimizer_state(optimizer.optimizer, self.patched, keeps, progress)
-            with patched_attribute(optimizer, "state_dict", lambda: full):
-                yield
+            return full_optimizer_state(optimizer, self.patched, keeps, progress)
 
     def own_optimizer_state(
         self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's whole state."""
         return own_optimizer_state(optimizer, self.patched, full)
 
-    def whole_model(self) -> AbstractContextManager[None]:
-        """Return the context in which the model has all of its modules; without a pipeline it always has."""
-        return nullcontext()
-
-    def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
-        """Shard the model over the data axis by FSDP2, in place of DDP.
-
-        Args:
-            optimizer: built on the model, before its first step; its parameters become the shards.
-            settings: arguments of ``torch.distributed.fsdp.fully_shard``.
-
-        Raises:
-            ValueError: the optimizer already has state, or a parameter that is not in the model.
-        """
+    def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Shard the model over the data axis by FSDP2, in place of DDP; ``optimizer`` as in `rebind`."""
         model = self.patched.model
         names = None if optimizer is None else names_of_parameters(model, optimizer)
-        self.patched.shard_over_data(self.mesh.data_axis, **settings)
+        self.patched.shard_over_data(self.mesh.data_axis)
         if optimizer is not None and names is not None:
             rebind(optimizer, names, model)
 
     def wrap(self, model: nn.Module, ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
-        """Prepare a model for training: autocast, and DDP over the data axis where that has several ranks.
-
-        A model that FSDP2 shards (`shard_over_data`) needs no DDP.
-
-        Args:
-            model: the divided model; returned as it is if it is wrapped already.
-            ddp_settings: arguments of `DistributedDataParallel`, over those of the accelerator's handler.
-        """
         accelerator = self._accelerator
         if accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return model
         prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)  # no DDP over the world
-        is_sharded = next(sharded_parameters(model), None) is not None
-        if is_sharded or self.mesh.data_parallel_size == 1:
-            return prepared
-        if not any(p.requires_grad for p in prepared.parameters()):
+        is_sharded = next(sharded_parameters(model), None) is not None  # by FSDP2: it needs no DDP
+        is_trained = any(p.requires_grad for p in prepared.parameters())
+        if is_sharded or self.mesh.data_parallel_size == 1 or not is_trained:
             return prepared
         handler = accelerator.ddp_handler
         settings = {**({} if handler is None else handler.to_kwargs()), **(ddp_settings or {})}
@@ -627,16 +597,15 @@ def begin_parallel_training(
         PatchError: the model cannot be divided.
         ValueError: the optimizer already has state, or a parameter that is not in the model.
     """
-    parallel_config = config.parallel_config
+    size, kind = config.parallel_config.tensor_parallel_size, accelerator.device.type
     with failing_together("training", timeout_s) as facts:
-        check_processes(parallel_config.tensor_parallel_size)
+        check_processes(size)
         facts["processes"] = str(accelerator.num_processes)
         facts["parameters"] = parameters_fact(model)
         facts.update(facts_to_compare(config))
-    size, kind = parallel_config.tensor_parallel_size, accelerator.device.type
     mesh = build_mesh(size, device_type=kind, timeout_s=collectives_s)
     names = None if optimizer is None else names_of_parameters(model, optimizer)
-    patched = patch_model(model, parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
+    patched = patch_model(model, config.parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
     if optimizer is not None and names is not None:
         rebind(optimizer, names, model)
     return ParallelTraining(accelerator, mesh, patched, timeout_s)
@@ -648,16 +617,11 @@ class OwnNamesHook:
     ``save_pretrained`` writes some families as they were published (Mixtral, Qwen3-MoE: each matrix of an
     expert by itself), and ``from_pretrained`` puts them together again. The Trainer's resuming and
     ``load_best_model_at_end`` do not: they call ``load_state_dict`` with what is on disk, leave out what does
-    not fit, and continue with the experts that the model has. For a divided model this hook converts first.
-
-    A state with the model's names is left unchanged. To convert, the whole model is made again on the CPU.
+    not fit, and continue with the experts that the model has. For a divided model this hook converts first,
+    by making the whole model again on the CPU. A state with the model's names is left unchanged.
     """
 
     part_of_the_model = True
-
-    def attach(self, model: nn.Module) -> None:
-        """Put the hook on a model."""
-        model.register_load_state_dict_pre_hook(self)
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         names = model.state_dict().keys()

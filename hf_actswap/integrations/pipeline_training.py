@@ -38,7 +38,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..config import ActSwapConfig
-from ..config.schema import ParallelConfig, PipelineSchedule
+from ..config.schema import ParallelConfig
 from ..engine.agreement import agreeing_among
 from ..errors import Problem, short_traceback
 from ..parallel.gradients import TaggedGradients
@@ -68,7 +68,15 @@ from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, model_structur
 from ..plan.actions import format_scopes
 from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
-from .parallel_checkpoint import gathered_entry, names_of_parameters, shard_of_entry
+from .parallel_checkpoint import (
+    Names,
+    entries_by_name,
+    gathered_entry,
+    names_of_parameters,
+    numbered_state,
+    own_state,
+    shard_of_entry,
+)
 from .parallel_limits import problems_of_trainer
 from .parallel_training import DividedTraining, patched_attribute
 
@@ -80,19 +88,15 @@ _OWN_STEPS = ("compute_loss", "training_step", "prediction_step")
 
 
 class PipelineTraining(DividedTraining):
-    """A staged model in a training that a Trainer drives.
+    """A staged model in a training that a Trainer drives; see `DividedTraining`.
 
     Args:
-        accelerator, mesh, timeout_s: see `DividedTraining`.
         staged: the model, after `check_cut` and `StagedModel.cut`.
         parallel: the section ``parallel_config`` of the configuration.
         pipeline_group: one rank of each stage, in the order of the stages: the ranks that have this rank's
             places on the data axis and the tensor axis.
         tensor_group: ranks that hold this rank's stage together; ``None``: this rank holds it alone.
         stage_group: ranks of all pipelines that hold this rank's stage.
-
-    Attributes:
-        staged: the model in stages.
     """
 
     _all_stable = False
@@ -123,22 +127,23 @@ class PipelineTraining(DividedTraining):
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this rank's stage together; ``None``: this rank holds it alone."""
         return self._tensor_group
 
+    @property
+    def _tensor_rank(self) -> int:
+        return 0 if self._tensor_group is None else self._tensor_group.rank()
+
     def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
-        """Prepare a model for training: put autocast on the module, which every stage calls."""
+        # Autocast is put on the module, which every stage calls.
         prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
         return prepared
 
     @property
     def recorded_stage(self) -> int | None:
-        """The stage whose run this rank records: its own on the first rank that holds it, else ``None``."""
-        first = self._tensor_group is None or self._tensor_group.rank() == 0
-        return self.staged.stage if first and self.mesh.data_parallel_rank == 0 else None
+        first = self._tensor_rank == 0 and self.mesh.data_parallel_rank == 0
+        return self.staged.stage if first else None
 
-    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
-        """Return what the record says of the stages, with ``micro_batches`` in a step."""
+    def recorded_stages(self, micro_batches: int) -> RecordedStages:
         layout, name = self.staged.layout, self._schedule
         stages, vpp = range(layout.pp), layout.vpp
         passes = [passes_in_flight(name, micro_batches, layout.pp, vpp, stage) for stage in stages]
@@ -151,7 +156,6 @@ class PipelineTraining(DividedTraining):
         }
 
     def training_of_rank(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
-        """Return ``training`` as this stage plans for it: its plan files, layers and passes in flight."""
         layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
         passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
         earlier = training.earlier_plan
@@ -169,13 +173,11 @@ class PipelineTraining(DividedTraining):
         )
 
     def plan_path(self, path: str) -> str:
-        """Return the path of this stage's plan file, if ``path`` is that of the whole model's."""
         whole = Path(path)
         return str(whole.with_name(f"{whole.stem}.stage_{self.staged.stage}{whole.suffix}"))
 
     @contextmanager
     def storing_plans(self) -> Iterator[None]:
-        """Within the block the first rank of each stage writes its plan. Every rank must enter it."""
         with failing_together("checkpoint plan", self._timeout_s):
             pass  # a checkpoint's folder, which one rank makes, is there from here on
         with agreeing_among(self._stage_group):
@@ -183,16 +185,8 @@ class PipelineTraining(DividedTraining):
 
     @contextmanager
     def planners_agreeing(self) -> Iterator[None]:
-        """Within the block the ranks of each stage decide on its plan. Every rank must call it.
-
-        When the planners of all stages are stable, nothing can fail and ranks do not wait for each other.
-
-        Raises:
-            BudgetError: no plan for this stage fits the budget.
-            RankAgreementError: no plan for another stage does.
-        """
         together: AbstractContextManager[Any] = nullcontext()
-        if not self._all_stable:
+        if not self._all_stable:  # else nothing can fail, and ranks do not wait for each other
             together = failing_together("memory plan", self._timeout_s)
         with together, agreeing_among(self._stage_group):
             try:
@@ -201,24 +195,15 @@ class PipelineTraining(DividedTraining):
                 raise error.with_hint(f"This is stage {self.staged.stage} of the pipeline.") from None
 
     def replace_fused_head(self) -> None:
-        """Do nothing: trainers with a ``compute_loss`` of their own (TRL's) are rejected."""
+        pass  # trainers with a `compute_loss` of their own (TRL's) are rejected
 
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the micro-batches of an optimizer step, which the Trainer has read, for `training_step`."""
         self._batches = batches
 
     def training_step(
         self, trainer: Any, _stock: Any, model: nn.Module, _inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Replaces the Trainer's ``training_step``: return the loss of the next micro-batch.
-
-        The first call in an optimizer step runs the whole schedule.
-
-        Args:
-            trainer: the Trainer.
-            model: the model that it trains.
-            num_items_in_batch: tokens of the step, by which each loss is divided; ``None``: losses are means.
-        """
+        """Return the loss of the next micro-batch; the first call in an optimizer step runs the schedule."""
         if self._batches:
             model.train()
             if callable(getattr(trainer.optimizer, "train", None)):
@@ -254,19 +239,14 @@ class PipelineTraining(DividedTraining):
         """
         if self.phase is None:
             return False
-        found: list[Any] = [None] * self.ranks_per_model
-        dist.all_gather_object(found, self.phase(), group=self.mesh.tensor_parallel_group)
+        found = self._of_model(self.phase())
         self._all_stable = all(phase == "stable" for phase in found)
         return "warm-up" in found
 
     def prediction_step(
         self, trainer: Any, stock: Callable[..., Any], _model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Replaces the Trainer's ``prediction_step``, which runs on the last stage only.
-
-        Returns:
-            What the Trainer's method returned there, on every rank: loss, logits and labels.
-        """
+        """Return on every rank what the Trainer's method, ``stock``, returns on the last stage."""
         batch, model, items = trainer._prepare_inputs(inputs), trainer.model, None
         if all(batch.get(name) is not None for name in trainer.label_names):
             items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # a collective
@@ -281,10 +261,7 @@ class PipelineTraining(DividedTraining):
             return self._runtime.evaluate(batch, call)
 
     def _call(self, trainer: Any, items: Any, count: int) -> Call:
-        """Return the function that calls the model on a stage; on the last one it returns the loss.
-
-        The loss is the Trainer's own, scaled as the Trainer does.
-        """
+        """Return the function that calls the model on a stage: on the last one for the Trainer's loss."""
         model = trainer.model_wrapped
         is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # a trainer may say it of its own loss
         if is_sum is None:
@@ -307,121 +284,79 @@ class PipelineTraining(DividedTraining):
         devices = [] if device.type == "cpu" else [device]
         kind = {} if device.type == "cpu" else {"device_type": device.type}
         with torch.random.fork_rng(devices, **kind):
-            rank = trainer.args.process_index
-            rank -= 0 if self._tensor_group is None else self._tensor_group.rank()
+            rank = trainer.args.process_index - self._tensor_rank
             number = trainer.state.global_step * trainer.args.world_size + rank
             torch.manual_seed(trainer.args.seed + 1 + number)
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Replaces ``accelerator.clip_grad_norm_``: clip by the norm over all stages.
-
-        Returns:
-            The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
-        """
         self._sum_gradients()
         norm = self._gradients.norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def check_summed(self) -> None:
-        """Sum the gradients, if nothing has clipped them in this step: the optimizer's step follows."""
-        self._sum_gradients()
+        self._sum_gradients()  # unless clipping has done it in this step: the optimizer's step follows
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Within the block the model has the modules of all stages; loading fills those of this rank."""
         with self.staged.whole(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* to a meta parameter in the current model, which is a no-op")
             yield
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return this rank's part of a plan of the whole model; warn of costly recomputation."""
-        _warn_of_recomputation(plan, self._schedule)
+        recomputes = any(row.fate == "recompute" and not row.op_path for row in plan.rows)
+        if self._schedule == "zero_bubble" and recomputes:
+            logger.warning(
+                "zero_bubble makes the gradients of inputs and of weights apart: on all stages but the first "
+                "a layer that is recomputed whole runs again for its inputs and for each of its groups of "
+                "weights. 1f1b and interleaved_1f1b run it again once."
+            )
         return replace(self.staged.plan_of_stage(plan), unsupported=())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
-        """Return the whole model's tensors on the CPU, on rank 0 if it ``keeps`` them; elsewhere nothing.
-
-        Every rank must call it.
-        """
         found = whole_state(self.staged, self._group, self._tensor_group)
         return found if keeps else {}
 
-    @contextmanager
-    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
-        """Within the block ``optimizer.state_dict()`` has, on rank 0, the whole tensors of all stages.
-
-        They are numbered as in one process. Without ``keeps`` it is empty. Entering it is a collective.
-        """
-        inner: torch.optim.Optimizer = optimizer.optimizer
-        state, names = inner.state_dict(), self._names(inner)
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, keeps: bool) -> dict[str, Any]:
+        state, names = optimizer.state_dict(), self._names(optimizer)
         held, partitions, group = self.staged.own_state(), self.staged.own_partitions(), self._tensor_group
         own = {
             name: {
                 key: gathered_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), group)
-                for key, value in state["state"][index].items()
+                for key, value in entries.items()
             }
-            for of_group, settings in zip(names, state["param_groups"], strict=True)
-            for index, name in zip(settings["params"], of_group, strict=True)
-            if index in state["state"] and self.staged.holders(name)[0] == self.staged.stage
+            for name, entries in entries_by_name(state, names).items()
+            if self.staged.holders(name)[0] == self.staged.stage
         }
         found = gathered_on_first_rank(own, self._group)
-        full: dict[str, Any] = {"state": {}, "param_groups": []}
-        count = 0
-        for whole, settings in zip(self._whole(names), state["param_groups"], strict=True):
-            numbers = list(range(count, count := count + len(whole)))
-            full["param_groups"].append({**settings, "params": numbers, "param_names": whole})
-            full["state"] |= {
-                number: found[name] for number, name in zip(numbers, whole, strict=True) if name in found
-            }
-        with patched_attribute(optimizer, "state_dict", lambda: full if keeps else {}):
-            yield
+        full = numbered_state(state["param_groups"], self._whole(names), found)
+        return full if keeps else {}
 
     def own_optimizer_state(
         self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's whole state; every rank must call it.
-
-        Args:
-            optimizer: PyTorch's optimizer of this rank's parameters.
-            full: the state of `whole_optimizer_state`, or of an optimizer of the undivided model.
-
-        Raises:
-            ValueError: a group of ``full`` has other parameters than the optimizer's group.
-        """
-        own: dict[str, Any] = {"state": {}, "param_groups": []}
-        names, count = self._names(optimizer), 0
-        rank = 0 if self._tensor_group is None else self._tensor_group.rank()
+        names, rank = self._names(optimizer), self._tensor_rank
         held, partitions = self.staged.own_state(), self.staged.own_partitions()
-        for of_group, whole, saved in zip(names, self._whole(names), full["param_groups"], strict=True):
-            order = saved.get("param_names", whole)
-            number_of = dict(zip(order, saved["params"], strict=True)) if len(order) == len(whole) else {}
-            if unknown := [name for name in of_group if name not in number_of]:
-                expected = f"expected {len(whole)} with {unknown[0]}"
-                raise ValueError(f"optimizer.pt: a group of {len(order)} parameters, {expected}")
-            for index, name in enumerate(of_group, count):
-                if number_of[name] in full["state"]:
-                    own["state"][index] = {
-                        key: shard_of_entry(
-                            value, f"{name}: {key}", held[name].shape, partitions.get(name), rank
-                        )
-                        for key, value in full["state"][number_of[name]].items()
-                    }
-            numbers = list(range(count, count := count + len(of_group)))
-            settings = {key: value for key, value in saved.items() if key != "param_names"}
-            own["param_groups"].append({**settings, "params": numbers})
-        return own
 
-    def _whole(self, names: list[list[str]]) -> list[list[str]]:
+        def own_part(name: str, key: str, value: Any) -> Any:
+            return shard_of_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), rank)
+
+        return own_state(full, names, self._whole(names), own_part)
+
+    def _whole(self, names: Names) -> Names:
         """Return the names of each group over all stages, in the model's order. Every rank must call it."""
-        found: list[Any] = [None] * self.ranks_per_model
-        dist.all_gather_object(found, names, group=self.mesh.tensor_parallel_group)
-        order = dict.fromkeys(self.staged.entries.values())
+        order, found = dict.fromkeys(self.staged.entries.values()), self._of_model(names)
         together = [{name for of_rank in found for name in of_rank[group]} for group in range(len(names))]
         return [[name for name in order if name in group] for group in together]
 
-    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    def _of_model(self, own: Any) -> list[Any]:
+        """Return what each rank of this model has given; every one of them must call it."""
+        found: list[Any] = [None] * self.ranks_per_model
+        dist.all_gather_object(found, own, group=self.mesh.tensor_parallel_group)
+        return found
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> Names:
         entries = self.staged.entries
         return [
             [entries[name] for name in names] for names in names_of_parameters(self.staged.model, optimizer)
@@ -439,12 +374,7 @@ _CUT_BEFORE = Problem(
 def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     """Check that a Trainer's model can be cut into stages; return it in stages, with nothing freed yet.
 
-    It does not communicate: all ranks come to the same result.
-
-    Raises:
-        MeshError: the number of processes does not fit the number of stages.
-        PipelineError: the model, or a setting of the Trainer, does not work in a pipeline.
-        PlanError: no plan can be written for the model.
+    It does not communicate: all ranks come to the same result, or raise the same error.
     """
     parallel = config.parallel_config
     stages, world_size = parallel.pipeline_stage, trainer.args.world_size
@@ -468,26 +398,15 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
         raise PipelineError([Problem("model", f"the weights of stage {stage}", f"no {absent[0]}", hint)])
     check_cut(staged, trainer.accelerator.autocast)
+    trained = [name for name, item in trainer.model.named_parameters() if item.requires_grad]
     for stage in range(stages):
-        if not any(
-            p.requires_grad and stage in staged.holders(staged.entries[n]) for n, p in _named(trainer)
-        ):
+        if not any(stage in staged.holders(staged.entries[name]) for name in trained):
             raise PipelineError([Problem(f"stage {stage}", "a parameter that is trained", "none")])
     return staged
 
 
-def _named(trainer: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    named: Iterator[tuple[str, nn.Parameter]] = trainer.model.named_parameters()
-    return named
-
-
 def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> PipelineTraining:
-    """Divide a Trainer's model, cut it and set its accelerator up for the stages. Every rank must call it.
-
-    Raises:
-        PatchError: the layers cannot be divided.
-        PipelineError: the divided model does not compute the same in stages.
-    """
+    """Divide a Trainer's model, cut it and set its accelerator up for the stages. Every rank must call it."""
     count, stages = trainer.args.gradient_accumulation_steps, parallel.pipeline_stage
     if count < stages and trainer.args.process_index == 0:
         logger.warning(
@@ -521,16 +440,6 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
 def _without_labels(trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     labels = {*trainer.label_names, "shift_labels"}
     return {name: value for name, value in batch.items() if name not in labels}
-
-
-def _warn_of_recomputation(plan: MemoryPlan, schedule: PipelineSchedule) -> None:
-    """Warn of the cost of layers that are recomputed whole under the zero-bubble schedule."""
-    if schedule == "zero_bubble" and any(row.fate == "recompute" and not row.op_path for row in plan.rows):
-        logger.warning(
-            "zero_bubble makes the gradients of inputs and of weights apart: on all stages but the first a "
-            "layer that is recomputed whole runs again for its inputs and for each of its groups of weights. "
-            "1f1b and interleaved_1f1b run it again once."
-        )
 
 
 def _problems_of_planning(config: ActSwapConfig) -> Iterator[Problem]:
@@ -597,10 +506,9 @@ def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: Con
 
         model = stage_from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-70B", "config.yaml")
 
-    transformers' ``from_pretrained`` loads, with its conversions of weights (experts), into a model without
-    the modules of other stages. Files other than safetensors are read whole. Tied weights are read on the
-    first and the last stage. With ``tensor_parallel_size`` each rank reads its whole stage, then divides it.
-    If the configuration has no pipeline, the whole model is loaded.
+    Conversions of weights (experts) are transformers'. Files other than safetensors are read whole. Tied
+    weights are read on the first and the last stage. With ``tensor_parallel_size`` each rank reads its whole
+    stage, then divides it. If the configuration has no pipeline, the whole model is loaded.
 
     Args:
         kind: a class of transformers, or an auto class (``AutoModelForCausalLM``).
@@ -615,8 +523,10 @@ def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: Con
     parallel = _parallel_of(config)
     if not parallel.runs_pipeline:
         return kind.from_pretrained(source, **how)
-    if problems := [_unfit(name) for name in _NOT_BESIDE if how.get(name)]:
-        raise PipelineError(problems)
+    expected = "no such argument beside parallel_config.schedule"
+    unfit = [Problem(name, expected, "it is given", "Leave it out.") for name in _NOT_BESIDE if how.get(name)]
+    if unfit:
+        raise PipelineError(unfit)
     whole = _on_meta(kind, source, how)
     return _opened_without(_foreign_parts(whole, parallel), type(whole), source, how)
 
@@ -629,9 +539,9 @@ def stage_from_config(
 
         model = stage_from_config(AutoModelForCausalLM, LlamaConfig(...), "config.yaml", seed=42)
 
-    Each module draws its weights from a seed of its own, made of ``seed`` and the module's name. So the
-    weights are the same in any number of stages and in one process. They differ from those of
-    ``from_config``, which draws all from one stream. The global generators stay as they are.
+    Each module draws its weights from a seed of its own, made of ``seed`` and the module's name: the weights
+    are the same in any number of stages and in one process, but not those of ``from_config``, which draws
+    all from one stream. The global generators stay as they are.
 
     Args:
         kind: a class of transformers, or an auto class.
@@ -665,10 +575,6 @@ def _foreign_parts(whole: PreTrainedModel, parallel: ParallelConfig) -> tuple[st
         rank, world_size = int(os.environ.get("RANK", "0")), started_processes(os.environ)
     stage = stage_of_rank(rank, world_size, parallel.pipeline_stage)
     return StagedModel(whole, structure, layout_of(structure, parallel), stage).foreign_parts()
-
-
-def _unfit(name: str) -> Problem:
-    return Problem(name, "no such argument beside parallel_config.schedule", "it is given", "Leave it out.")
 
 
 def _on_meta(kind: Any, source: str | os.PathLike[str], how: Mapping[str, Any]) -> PreTrainedModel:

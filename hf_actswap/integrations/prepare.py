@@ -19,7 +19,6 @@ from ..parallel.rank_agreement import LostRanks, failing_together
 from ..pipeline import PipelineError
 from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
-from .parallel_checkpoint import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .shared_config import facts_to_compare
@@ -47,9 +46,9 @@ class Prepared:
     def naming_lost_ranks(self) -> AbstractContextManager[None]:
         """Return a ``with`` block for the loop: its errors of collectives name the ranks that have ended.
 
-        Of collectives of any library: DDP's and Accelerate's too. All ranks must enter it, for within it each
-        rank has a thread that answers the others, also while the rank waits. With one process it does
-        nothing. The errors are `hf_actswap.parallel.LostRankError`.
+        Of collectives of any library, DDP's and Accelerate's too; they become
+        `hf_actswap.parallel.LostRankError`. All ranks must enter it: within it a thread of each rank answers
+        the others. With one process it does nothing.
         """
         return (LostRanks() if self.parallel is None else self.parallel.lost_ranks).named()
 
@@ -67,18 +66,13 @@ class Prepared:
         if self.parallel is None:
             state: dict[str, Any] = self.optimizer.state_dict()
             return state
-        writes = self._accelerator.is_main_process
-        with self.parallel.gathering_bar("optimizer states") as progress:
-            return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes, progress)
+        return self.parallel.full_optimizer_state(self.optimizer.optimizer, self._accelerator.is_main_process)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `optimizer_state_dict` returned, on any number of ranks."""
-        if self.parallel is None:
-            self.optimizer.load_state_dict(dict(state))
-            return
-        self.optimizer.load_state_dict(
-            own_optimizer_state(self.optimizer.optimizer, self.parallel.patched, state)
-        )
+        if self.parallel is not None:
+            state = self.parallel.own_optimizer_state(self.optimizer.optimizer, state)
+        self.optimizer.load_state_dict(dict(state))
 
 
 @short_traceback
@@ -118,10 +112,9 @@ def prepare(
         model: a causal language model, whole and not prepared.
         config: ``"auto"``, a plan, or whatever else `hf_actswap.apply` takes.
         optimizer: built on ``model``, before its first step; its parameters become the divided ones.
-        shard_over_data: shard the parts over the data axis too, by FSDP2 (``fully_shard`` on each layer and
-            on the model) in place of DDP. Gradients are then averaged per micro-batch. Only with
-            ``tensor_parallel_size`` above 1, and not with Accelerate's own ``fsdp_plugin``, which shards
-            over all processes.
+        shard_over_data: shard the parts over the data axis too, by FSDP2 in place of DDP. Gradients are then
+            averaged per micro-batch. Only with ``tensor_parallel_size`` above 1, and not with Accelerate's
+            own ``fsdp_plugin``, which shards over all processes.
 
     Raises:
         ConfigError, PlanError: see `hf_actswap.apply`.
@@ -148,10 +141,11 @@ def prepare(
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
             applied = apply(wrapped, requested, optimizer=prepared_optimizer)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
-        applied = apply(model, requested, optimizer=optimizer)
+        applied, prepared_optimizer = apply(model, requested, optimizer=optimizer), None
         if optimizer is None:
-            return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
-        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 needs both at once
+            wrapped = accelerator.prepare(model)
+        else:
+            wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 needs both at once
         return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
     model = model.to(accelerator.device)
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
@@ -184,6 +178,14 @@ _SHARDED_ALONE = Problem(
 )
 
 
+_PART = Problem(
+    "accelerator.save_state / load_state",
+    "a model that one rank holds",
+    "a part of it",
+    "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict of what hf_actswap.prepare "
+    "returned.",
+)
+
 _HINT = "Use DDP (or shard_over_data=True in place of Accelerate's FSDP), bf16 and no compiling."
 
 
@@ -203,14 +205,4 @@ def _reject(accelerator: Any) -> None:
 
 
 def _reject_state(*_: Any) -> None:
-    raise ParallelTrainingError(
-        [
-            Problem(
-                "accelerator.save_state / load_state",
-                "a model that one rank holds",
-                "a part of it",
-                "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict of what "
-                "hf_actswap.prepare returned.",
-            )
-        ]
-    )
+    raise ParallelTrainingError([_PART])

@@ -126,11 +126,7 @@ class RunRecord:
             self._files.write_measured(measured)
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """Write a line for a step that the training logs.
-
-        Args:
-            line: the values that it logs, with the number ``step``.
-        """
+        """Write a line for a step that the training logs: these values, with the number ``step``."""
         now, stats = HostStamp.now(), self._applied.stats()
         steps = max(self._steps_since_line, 1)
         planner = self._applied if isinstance(self._applied, Planner) else None
@@ -156,25 +152,19 @@ class RunRecord:
         # The first line's time contains the preparations of a training.
         return replace(found, step_ms=median(self._step_ms[1:] or self._step_ms))
 
-    def _saving(self) -> Saving:
-        """Return the same as `saving` without the median step time, which each line of the log can afford."""
+    def _saving(self) -> Saving:  # without the median: each line of the log can afford it
         return saving_of(self._applied, self._peak_bytes(), self._stall_ms)
 
     def as_log(self, full: bool = True) -> dict[str, float]:
         """Return numbers for a training log: peak and saving; with ``full`` the allocator's peak too."""
         found = self._saving().as_log()
-        if not full:
-            return found
-        if held_bytes := self._device_memory().get("reserved_peak_bytes"):
+        if full and (held_bytes := self._device_memory().get("reserved_peak_bytes")):
             found["actswap_device_peak_gib"] = gib(held_bytes)
         return found
 
     def _peak_bytes(self) -> int | None:
-        """Return the peak of the steps with the plan, in bytes of device memory; ``None``: not known.
-
-        The allocator's peak counts only if it has risen above that of earlier work in this process.
-        """
         peak_bytes = self._device_memory().get("peak_bytes", 0)
+        # The allocator's peak counts only if it has risen above that of earlier work in this process.
         return peak_bytes if peak_bytes > self._peak_before_bytes else self._watched_peak_bytes
 
     def close(self) -> None:
@@ -216,12 +206,8 @@ class RunRecord:
             self._files.write_profile(task.profile)
 
     def _memory_watch(self, applied: AppliedPlan) -> MemoryWatch:
-        """Return a watch of a step's memory.
-
-        It does not reset the allocator's own peak, which people read after a training.
-        """
         device = self._device
-        if device.type != "cpu":
+        if device.type != "cpu":  # without resetting the allocator's peak, which people read afterwards
             return MemoryWatch(self._model, applied, lambda: int(torch.accelerator.memory_allocated(device)))
         meter = self._meter = CountingMeter()
         meter.own(baseline_tensors(self._model, self._optimizer))

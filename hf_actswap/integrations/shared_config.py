@@ -48,20 +48,11 @@ def is_unpinned_hub_id(source: object) -> bool:
 
 
 def pin_commit_on_all_ranks(source: str, rank: int, world_size: int) -> str:
-    """Return the Hub id with the commit that it is now; every rank must call it.
+    """Return a Hub id without a commit with the one that it is now; every rank must call it.
 
-    Rank 0 downloads. The others read the same commit: from the cache where they share it, else each machine
-    downloads it once.
-
-    Args:
-        source: a Hub id without a commit (`is_unpinned_hub_id`); the name of a file or folder is returned
-            unchanged.
-        rank: rank of this process among all.
-        world_size: number of processes; if it is above 1, they are in one process group.
-
-    Raises:
-        ConfigError: on every rank, if rank 0 finds no configuration or a malformed one.
-        RankAgreementError: another rank cannot load it.
+    Rank 0 downloads, and its `ConfigError` is raised on every rank. The others read the same commit: from the
+    cache where they share it, else each machine downloads it once. The name of a file or folder is returned
+    unchanged.
     """
     answer: list[Any] = [None]
     if rank == 0:

@@ -4,9 +4,9 @@ The Trainer itself is not imported here: the module `trainer` combines the two.
 
 **The loss of an evaluation** over several data ranks is the loss that one process computes for all their
 batches joined. The Trainer divides each rank's sum by the tokens of all ranks, gathers these parts, and
-takes their mean. That is right for full batches. For an uneven last batch it is not: Accelerate fills the
-batch up with samples from the beginning, whose tokens are counted, and the Trainer keeps as many parts as
-there are real samples, those of the first ranks. Nine samples on two ranks of two gave 4.35 in place of 4.21.
+takes their mean: right for full batches, not for an uneven last one. Accelerate fills that up with samples
+from the beginning, whose tokens are counted, and the Trainer keeps as many parts as there are real samples,
+those of the first ranks. Nine samples on two ranks of two gave 4.35 in place of 4.21.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from .parallel_checkpoint import (
     random_states_by_data_rank,
     write_layout,
 )
-from .parallel_training import ParallelTraining, parallelism_config_set
-from .pipeline_training import PipelineTraining
-from .trainer_setup import wrap_model
+from .parallel_training import DividedTraining, parallelism_config_set
 
 NO_LABEL = -100
 LABELS = ("labels", "shift_labels")
@@ -48,10 +46,10 @@ _PARTLY_READ = Problem(
 class ActSwapTrainerMixin:
     """Mixin for a Trainer that trains divided models: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
 
-    With ``parallel_config.tensor_parallel_size`` above 1 in the configuration the model is divided at the end
-    of the Trainer's construction, and then trained, evaluated, saved and resumed as in one process:
-    checkpoints are Hugging Face's, whole, and go on at any number of ranks. The same holds for a pipeline
-    (``parallel_config.schedule``). Otherwise it changes nothing.
+    With ``parallel_config.tensor_parallel_size`` above 1 or a pipeline (``parallel_config.schedule``) the
+    model is divided at the end of the Trainer's construction, and then trained, evaluated, saved and resumed
+    as in one process: checkpoints are Hugging Face's, whole, and go on at any number of ranks. Otherwise it
+    changes nothing.
 
     An `ActSwapCallback` is added unless one is among ``callbacks``.
 
@@ -63,7 +61,7 @@ class ActSwapTrainerMixin:
         ParallelTrainingError: a training argument does not go with a model in parts.
     """
 
-    parallel: ParallelTraining | PipelineTraining | None = None
+    parallel: DividedTraining | None = None
     holds_parallel_models = True
     """Read by the callback: this Trainer can save, resume and train several models (dp > 1)."""
 
@@ -183,7 +181,9 @@ class ActSwapTrainerMixin:
         if self.parallel is None or not training:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
             return wrapped
-        return wrap_model(self, self.parallel, model)
+        # The Trainer lets DDP search for unused parameters by default; here that is done only on request.
+        asked = self.args.ddp_find_unused_parameters
+        return self.parallel.wrap(model, {} if asked else {"find_unused_parameters": False})
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         if self.parallel is not None:
@@ -250,7 +250,7 @@ def _partly_read(model: nn.Module) -> bool:
 
 
 def divides_by_all_tokens(trainer: Any) -> bool:
-    """Say whether a trainer's loss of a batch is a sum divided by the tokens of all ranks."""
+    """Whether a trainer's loss of a batch is a sum divided by the tokens of all ranks."""
     return bool(
         trainer.args.average_tokens_across_devices
         and trainer.model_accepts_loss_kwargs
@@ -260,13 +260,7 @@ def divides_by_all_tokens(trainer: Any) -> bool:
 
 
 def mask_padding_samples(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelMesh) -> dict[str, Any]:
-    """Return a data rank's batch with no label on the samples that only fill the last batch up.
-
-    Args:
-        inputs: the batch; its ``labels`` are ``[samples, ...]``. It is not changed.
-        accelerator: the accelerator whose data loader is being read.
-        mesh: mesh of all processes.
-    """
+    """Return a data rank's batch with no label on the samples that only fill the last batch up."""
     found = dict(inputs)
     state = accelerator.gradient_state
     # 0: the last batch is full; -1: the number of samples is unknown.

@@ -81,8 +81,7 @@ class _ActSwapField:
     def place_model_on_device(self) -> bool | None:
         """Whether the Trainer moves the whole model to the device at its construction.
 
-        Not where frozen weights wait on the host, or may: the model need not fit. The Trainer moves the rest
-        later.
+        Not if frozen weights may wait on the host: the model need not fit. The rest is moved later.
         """
         if may_set_weights_aside(load_config_or_plan(self.actswap)):
             return False
@@ -99,19 +98,14 @@ def _is_ours(arguments: type) -> bool:
 
 
 def _combined(cls: type, ours: type, other: type) -> Problem:
-    expected = f"all defaults of {other.__name__}"
-    stock = next(base for base in ours.__mro__ if not _is_ours(base))
+    stock, name = next(base for base in ours.__mro__ if not _is_ours(base)), other.__name__
     found = f"{ours.__name__} beside it, with the defaults of {stock.__name__} for the same fields"
-    hint = (
-        f"Write hf_actswap.with_actswap({other.__name__}): it has the field actswap and is used, and "
-        f"inherited from, like {other.__name__}."
-    )
-    return Problem(f"class {cls.__name__}", expected, found, hint)
+    use = f"Write hf_actswap.with_actswap({name}): it has the field actswap and is used, and inherited from,"
+    return Problem(f"class {cls.__name__}", f"all defaults of {name}", found, f"{use} like {name}.")
 
 
 def _empty(stock: type) -> Any:
-    made = with_actswap(stock)
-    return object.__new__(made)
+    return object.__new__(with_actswap(stock))
 
 
 @dataclass
@@ -162,25 +156,19 @@ def with_actswap(arguments: type[TrainingArguments]) -> type[Any]:
         raise ConfigError([Problem("with_actswap", expected, repr(arguments), hint)])
     if arguments is TrainingArguments:
         return ActSwapTrainingArguments
-    if _is_ours(arguments):
-        return arguments
     stock: Any = arguments
-    return _made_from(stock)
+    return arguments if _is_ours(arguments) else _made_from(stock)
 
 
 @functools.cache
 def _made_from(arguments: Any) -> type[Any]:
-    made = type(
-        f"ActSwap{arguments.__name__}",
-        (_ActSwapField, arguments),
-        {
-            "__module__": __name__,
-            "__doc__": f"`{arguments.__name__}` with the field ``actswap`` (`with_actswap`).",
-            "_VALID_DICT_FIELDS": [*arguments._VALID_DICT_FIELDS, "actswap"],
-            "_stock": arguments,
-        },
-    )
-    return dataclass(made)
+    attributes = {
+        "__module__": __name__,
+        "__doc__": f"`{arguments.__name__}` with the field ``actswap`` (`with_actswap`).",
+        "_VALID_DICT_FIELDS": [*arguments._VALID_DICT_FIELDS, "actswap"],
+        "_stock": arguments,
+    }
+    return dataclass(type(f"ActSwap{arguments.__name__}", (_ActSwapField, arguments), attributes))
 
 
 def _with_ours(report_to: str | list[str] | None) -> list[str]:

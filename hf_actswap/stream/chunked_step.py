@@ -58,7 +58,7 @@ class ChunkedStep:
 
     Args:
         root: the model inside its wrappers; it can be streamed.
-        structure: structure of the model.
+        structure: its layers and ops.
         plan: a plan with `MemoryPlan.streamed`.
         device: name of a device in `planner.record.devices`.
         profile_of: returns the profile of a chunk of so many tokens, run on fake tensors in the plan's tiles.
@@ -99,12 +99,11 @@ class ChunkedStep:
 
     def _second_pass(self, profile: Profile, root: nn.Module) -> Profile:
         """Return a chunk's profile with all gradient sums, and the memory that attention in pieces takes."""
+        layers = self._layers.values()
         trained = [weight for weight in root.parameters() if weight.requires_grad]
         sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
-        moving, pieces = (
-            self._tokens * max(getattr(layer, name) for layer in self._layers.values())
-            for name in ("moving_bytes", "pieces_bytes")
-        )
+        more = sums + self._tokens * max(layer.moving_bytes for layer in layers)
+        pieces = self._tokens * max(layer.pieces_bytes for layer in layers)
         attention: dict[Any, frozenset[str]] = {
             layer.index: layer.attention_paths for layer in self._structure.layers
         }
@@ -112,7 +111,6 @@ class ChunkedStep:
         def with_sums(op_event: OpEvent, made_bytes: int) -> OpEvent:
             scope, path, _ = op_event.call
             inside = any(is_below(path, module) for module in attention.get(scope, ()))
-            more = sums + moving
             return replace(
                 op_event,
                 forward_base_bytes=op_event.forward_base_bytes + more,
@@ -130,7 +128,6 @@ class ChunkedStep:
 
     @property
     def shortest_streamed(self) -> int:
-        """Tokens of the shortest sequence that is divided into chunks."""
         return self._tokens + 1
 
     def longest(self, device_bytes: int, host_bytes: int) -> int:
@@ -161,13 +158,12 @@ class ChunkedStep:
             return predict(self._profile_of(tokens), self._plan)
         bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
         first, second = passes(layers, bounds)
+        of_layers = (
+            (layer.forward_flop, layer.forward_flop * layer.again, layer.backward_flop) for layer in layers
+        )
         ahead, again, back = (
-            flop * self._tokens**2 / 2 / self._attention_flop_per_ms
-            for flop in (
-                sum(layer.forward_flop for layer in layers),
-                sum(layer.forward_flop * layer.again for layer in layers),
-                sum(layer.backward_flop for layer in layers),
-            )
+            sum(flop) * self._tokens**2 / 2 / self._attention_flop_per_ms
+            for flop in zip(*of_layers, strict=True)
         )
         chunk, share = self._chunk, tokens / self._tokens
         once_ms = sum(op_event.forward_ms for op_event in self.profile.op_events) - ahead
@@ -190,16 +186,13 @@ class ChunkedStep:
     def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
         """Return how long a pass takes, and for how much of it compute waits for copies."""
         rates = self._rates
-        compute_ms = (
-            others_ms + work.flop / self._attention_flop_per_ms + work.merged_bytes / rates.bytes_per_ms
-        )
+        compute_ms = others_ms + work.flop / self._attention_flop_per_ms
+        compute_ms += work.merged_bytes / rates.bytes_per_ms
         link = rates.link
         if link is None:
             return compute_ms, 0.0
-        out_ms, in_ms = (
-            work.out_bytes / link.out_beside_in_bytes_per_ms,
-            work.in_bytes / link.in_beside_out_bytes_per_ms,
-        )
+        out_ms = work.out_bytes / link.out_beside_in_bytes_per_ms
+        in_ms = work.in_bytes / link.in_beside_out_bytes_per_ms
         stall_ms = max(out_ms - compute_ms, in_ms - compute_ms, 0.0)
         return compute_ms + stall_ms, stall_ms
 
@@ -238,28 +231,15 @@ class ChunkBudget:
 class KeptLayers:
     """Chooses how many layers of a chunk are kept: as many as fit into the budget, the same on each rank.
 
-    It uses the shapes of a model's first training call, which all ranks make together.
-
-    Args:
-        root: the model inside its wrappers.
-        applied: the plan on it, with every layer recomputed.
-        budget: the limit for the step.
+    It uses the shapes of a model's first training call, which all ranks make together. The plan on the model
+    recomputes every layer.
     """
 
     def __init__(self, root: nn.Module, applied: AppliedPlan, budget: ChunkBudget) -> None:
         self._root, self._applied, self._budget = root, applied, budget
 
     def choose(self, rows: int, tokens: int) -> None:
-        """Change the plan on the model. All ranks must call this, outside of the model's own call.
-
-        Args:
-            rows: number of sequences in the call.
-            tokens: length of each sequence.
-
-        Raises:
-            BudgetError: on some rank a step does not fit although every layer is recomputed.
-            PlanError: the model does not run on fake tensors.
-        """
+        """Change the plan for ``rows`` sequences of ``tokens``; on all ranks, outside of the model's call."""
         plan = self._applied.plan
         self._applied.change_to(replace(plan, rows=()))  # tiles stay, and nothing is recomputed
         try:
@@ -285,7 +265,7 @@ class KeptLayers:
         for other, *_ in ranks:
             if other is not None:
                 raise other
-        assert not isinstance(found, PlanError)  # else it was raised above
+        assert not isinstance(found, PlanError)
         step, baseline_bytes = found
         limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
         most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)
@@ -312,14 +292,11 @@ class KeptLayers:
     def _impossible(self, most_bytes: int, least_bytes: int, fits: int) -> BudgetError:
         written = self._budget.memory.budget_gib
         there = gib_text(most_bytes, math.floor) if written is None else f"{written:g} GiB"
-        expected = (
-            f"at least {gib_text(least_bytes, math.ceil)}, which chunks take with every layer recomputed"
-        )
-        hint = f"Sequences of at most {fits:,} tokens fit."
-        if not fits:
-            hint = (
-                "No streamed sequence fits: fewer stream_config.tokens and tile_config.loss: auto take less."
-            )
+        least = gib_text(least_bytes, math.ceil)
+        expected = f"at least {least}, which chunks take with every layer recomputed"
+        hint = "No streamed sequence fits: fewer stream_config.tokens and tile_config.loss: auto take less."
+        if fits:
+            hint = f"Sequences of at most {fits:,} tokens fit."
         error = BudgetError([Problem("memory.budget_gib", expected, there, hint)])
         error.least_bytes = least_bytes
         return error
@@ -332,10 +309,8 @@ class KeptLayers:
         there_bytes = states_bytes = 0
         if optimizer is not None:
             optimizer = inner_optimizer(optimizer)
-            there_bytes, states_bytes = (
-                state_bytes_beside_weights(optimizer),
-                expected_state_bytes(optimizer) or 0,
-            )
+            there_bytes = state_bytes_beside_weights(optimizer)
+            states_bytes = expected_state_bytes(optimizer) or 0
         name, kind = known_device_or_default(device_name(device)), device.type
 
         def profile_of(tokens: int) -> Profile:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -42,20 +42,14 @@ _MAX_PENDING_OFFLOADS = 4
 Key = Hashable
 
 
+@dataclass
 class _Entry:
-    """The tensors of one key in host memory.
+    """The tensors of one key in host memory, with one host block for each."""
 
-    Args:
-        hosts: one host block for each tensor.
-    """
-
-    __slots__ = ("coming", "hosts", "leaving", "written")
-
-    def __init__(self, hosts: list[HostBuffer]) -> None:
-        self.hosts = hosts
-        self.written: list[Copy] = []
-        self.leaving: tuple[torch.Tensor, ...] | None = None
-        self.coming: list[tuple[torch.Tensor, Copy]] = []
+    hosts: list[HostBuffer] = field(default_factory=list)
+    written: list[Copy] = field(default_factory=list)
+    leaving: tuple[torch.Tensor, ...] | None = None
+    coming: list[tuple[torch.Tensor, Copy]] = field(default_factory=list)
 
 
 class HostSequence:
@@ -76,14 +70,11 @@ class HostSequence:
         return key in self._entries
 
     def make_ready(self, size_bytes: int, longest: Callable[[int], int]) -> None:
-        """Start page-locking the host memory that the sequence needs.
+        """Start page-locking the host memory that the sequence needs; `PlanError` if that is over the limit.
 
         Args:
             size_bytes: the most host memory that the sequence takes.
             longest: returns the number of tokens that fit in a number of bytes; for the error message.
-
-        Raises:
-            PlanError: the pool is limited to less.
         """
         most_bytes = self._pool.limit_bytes
         if most_bytes is not None and size_bytes > most_bytes:
@@ -99,19 +90,17 @@ class HostSequence:
         Args:
             key: under which `fetch` returns them.
             tensors: contiguous, not written to afterwards, of the same sizes as those that they overwrite.
-
-        Raises:
-            PlanError: there is no host memory left.
-            ValueError: a tensor is not contiguous.
         """
         if not all(tensor.is_contiguous() for tensor in tensors):
             layouts = ", ".join(f"{list(item.shape)} with strides {list(item.stride())}" for item in tensors)
             raise ValueError(f"host memory for {key}: expected contiguous tensors, found shapes {layouts}.")
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry([])
+            entry = self._entries[key] = _Entry()
             for tensor in tensors:
-                entry.hosts.append(self._taken(tensor.nbytes))
+                if (host := self._pool.take(tensor.nbytes)) is None:
+                    raise _no_host_memory(f"no {tensor.nbytes:,} bytes more")
+                entry.hosts.append(host)
         self._has_left(entry)
         entry.written = []
         for tensor, host in zip(tensors, entry.hosts, strict=True):
@@ -172,15 +161,8 @@ class HostSequence:
                 self._counters.stalled(copy.wait())
             entry.leaving = None
 
-    def _taken(self, size_bytes: int) -> HostBuffer:
-        host = self._pool.take(size_bytes)
-        if host is None:
-            raise _no_host_memory(f"no {size_bytes:,} bytes more")
-        return host
-
 
 def _no_host_memory(found: str) -> PlanError:
-    """Return the error where the sequence does not fit into host memory."""
     hint = "Shorten the sequence, raise memory.host_memory_gib if it is set, or start fewer ranks here."
     return PlanError([Problem("stream_config", "host memory for the whole sequence", found, hint)])
 
@@ -244,13 +226,13 @@ class AttentionShapes:
 
     @property
     def pieces_bytes(self) -> int:
-        """Further device bytes per token of a chunk, at most, while attention runs backward in pieces.
+        """Device bytes per token of a chunk, at most, that backward in pieces adds.
 
-        They come on top of `moving_bytes` and of what attention over a whole sequence needs. For queries:
-        the sum of their gradients, the gradients from one piece, and a contiguous upstream gradient. For keys
-        and values: the present piece, the next and the last; the gradients from one piece; and in the dtype
-        of sums the chunk's own gradients, a piece's new ones, those brought from the host and those that are
-        being copied. The piece and the gradients that `moving_bytes` counts are subtracted.
+        On top of `moving_bytes` and of what attention over a whole sequence needs. For queries: the sum of
+        their gradients, the gradients from one piece, and a contiguous upstream gradient. For keys and
+        values: the present piece, the next and the last; the gradients from one piece; and in the dtype of
+        sums the chunk's own gradients, a piece's new ones, those brought from the host and those being
+        copied; less the piece and the gradients that `moving_bytes` counts.
         """
         queries = self.heads * self.key_size * (self.wide_bytes + self.item_bytes)
         upstream = self.heads * self.value_size * self.item_bytes
@@ -306,9 +288,7 @@ def host_bytes(layers: Iterable[AttentionShapes], bounds: Sequence[int]) -> int:
     keys and values of that chunk and of all before it, and gradients of its own keys and values and of those
     that it sees. Layers whose keys and values need no gradients take less than is counted.
 
-    Args:
-        layers: the attention of each layer of the model.
-        bounds: first position of each chunk, and the length of the sequence.
+    ``bounds`` are those of `chunk_bounds`.
     """
     at_end = [0] * (len(bounds) - 1)
     for layer, count in Counter(layers).items():
@@ -321,13 +301,9 @@ def host_bytes(layers: Iterable[AttentionShapes], bounds: Sequence[int]) -> int:
 
 
 def longest_on_host(layers: Sequence[AttentionShapes], tokens: int, most_bytes: int, length: int) -> int:
-    """Return the longest sequence, in tokens, that takes at most ``most_bytes`` of host memory.
+    """Return the longest sequence, up to ``length``, that takes at most ``most_bytes`` of host memory.
 
-    Args:
-        layers: the attention of each layer of the model; at least one.
-        tokens: length of a chunk.
-        most_bytes: at least 0.
-        length: the most tokens to return, at least 0.
+    ``tokens`` is the length of a chunk.
     """
     most = min(most_bytes // sum(layer.output_bytes for layer in layers), length)
     fits = range(1, most + 1)
@@ -343,10 +319,6 @@ def passes(layers: Iterable[AttentionShapes], bounds: Sequence[int]) -> tuple[Pa
     is copied in for the forward, and again for a layer that is recomputed. In the first pass the output for a
     piece is converted to the dtype of sums and merged: both are read, one is written. In the second pass the
     gradients from a piece are added to that of the queries, and to the sums of keys and values.
-
-    Args:
-        layers: the attention of each layer of the model.
-        bounds: first position of each chunk, and the length of the sequence.
     """
     first, second = [0] * 4, [0] * 4
     for layer, count in Counter(layers).items():

@@ -127,9 +127,8 @@ def attend(
         minus infinity for a query that sees no key.
     """
     parts = _by_document(scores.visible, queries, keys)
-    kernel = _flash_kernel(query, key, value, scores, queries, keys) if parts is None else None
-    if kernel is not None:
-        return kernel.forward(query, key, value, keys == queries, scores.scale)
+    if parts is None and _has_flash(query, key, value, scores, queries, keys):
+        return _flash_forward(query, key, value, keys == queries, scores.scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
     total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
@@ -139,9 +138,8 @@ def attend(
                 query[:, :, mine], key[:, :, theirs], value[:, :, theirs], scores, document, there
             )
         return out, total
-    for block in _blocks(query, key, scores.visible, queries, keys):
-        rows, seen = block.rows, block.keys
-        made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
+    for rows, seen, mask in _blocks(query, key, scores.visible, queries, keys):
+        made, _ = _scores_of(_grouped(query[:, :, rows], key), key[:, :, seen], mask, scores)
         part = torch.logsumexp(made, -1)
         weights = torch.where(part.isneginf()[..., None], 0.0, (made - part[..., None]).exp())
         shape = (query.shape[0], query.shape[1], rows.stop - rows.start)
@@ -153,18 +151,13 @@ def attend(
 def merge(
     out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, other_total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to two pieces together, from what `attend` returned for each of them.
+    """Return attention to two pieces together, in the dtype of ``total``, from those of `attend` for each.
 
-    With the logs ``l_1``, ``l_2`` of the two sums of exponentials, the output is ``o_1 + w (o_2 - o_1)`` with
-    ``w = sigmoid(l_2 - l_1)``, and ``log(exp(l_1) + exp(l_2))`` is that of both (Milakov and Gimelshein,
-    "Online normalizer calculation for softmax"). Each query must see a key of at least one of the two pieces.
+    Each query must see a key of at least one of the two pieces.
 
     Args:
         out, total: from the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` may be overwritten.
         other, other_total: from the next piece, in the same shapes.
-
-    Returns:
-        Both in the dtype of ``total``.
     """
     weight = (other_total - total).sigmoid_()[..., None]
     out = out.to(total.dtype).lerp_(other.to(total.dtype), weight)
@@ -204,16 +197,14 @@ def attend_backward(
             for sum_, place, part in zip(sums, (mine, theirs, theirs), found, strict=True):
                 sum_[:, :, place] = part
         return sums[0], sums[1], sums[2]
-    kernel = _flash_kernel(query, key, value, scores, queries, keys)
-    if kernel is not None:
-        return kernel.backward(upstream, query, key, value, out, total, keys == queries, scores.scale)
+    if _has_flash(query, key, value, scores, queries, keys):
+        return _flash_backward((upstream, query, key, value, out, total), keys == queries, scores.scale)
     of_query = torch.zeros_like(query)
     of_key = torch.zeros_like(key, dtype=wide)
     of_value = torch.zeros_like(value, dtype=wide)
-    for block in _blocks(query, key, scores.visible, queries, keys):
-        rows, seen = block.rows, block.keys
+    for rows, seen, mask in _blocks(query, key, scores.visible, queries, keys):
         some, seen_keys, seen_values = _grouped(query[:, :, rows], key), key[:, :, seen], value[:, :, seen]
-        made, slope = _scores_of(block, some, seen_keys, scores)
+        made, slope = _scores_of(some, seen_keys, mask, scores)
         given = _grouped(upstream[:, :, rows], key)
         weights = made.sub_(_grouped(total[:, :, rows, None], key)).exp_()
         shift = (given.to(wide) * _grouped(out[:, :, rows], key)).sum(-1, keepdim=True)
@@ -227,25 +218,13 @@ def attend_backward(
     return of_query, of_key, of_value
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some queries of a chunk, and the keys of a piece of which they see something.
-
-    Args:
-        rows: places of the queries in their chunk.
-        keys: places of the keys in their piece; at least one.
-        mask: which query sees which key (`Visibility.mask`); ``None``: each sees all.
-    """
-
-    rows: slice
-    keys: slice
-    mask: torch.Tensor | None
-
-
 def _blocks(
     query: torch.Tensor, key: torch.Tensor, visible: Visibility, queries: range, keys: range
-) -> Iterator[_Block]:
-    """Yield blocks of queries and keys that cover all visible pairs, with few scores that are masked."""
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Yield blocks that cover all visible pairs, with few scores that are masked.
+
+    Of each: the places of its queries in the chunk, those of its keys in the piece, and `Visibility.mask`.
+    """
     step = min(_ROWS, max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2])))
     for first in range(0, len(queries), step):
         some = queries[first : first + step]
@@ -253,7 +232,7 @@ def _blocks(
         if seen:
             places = slice(seen.start - keys.start, seen.stop - keys.start)
             mask = visible.mask(some, seen, query.device)
-            yield _Block(slice(first, first + len(some)), places, mask)
+            yield slice(first, first + len(some)), places, mask
 
 
 def _by_document(
@@ -261,9 +240,8 @@ def _by_document(
 ) -> list[tuple[slice, slice, range, range]] | None:
     """Divide queries by document; ``None``: all queries belong to one document.
 
-    Returns:
-        For each document with a query that sees one of the keys: the slices of its queries and of the keys
-        that they see, and the positions of both.
+    Returns, for each document with a query that sees one of the keys, the slices of its queries and of the
+    keys that they see, and the positions of both.
     """
     documents = visible.by_document(queries)
     if len(documents) == 1:
@@ -283,7 +261,7 @@ def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _scores_of(
-    block: _Block, query: torch.Tensor, key: torch.Tensor, scores: Scores
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a block's scores ``[B, K, G * q, n]``, and the derivative of the softcap where there is one."""
     made = product(query, key.transpose(-1, -2)).mul_(scores.scale)
@@ -291,90 +269,49 @@ def _scores_of(
     if scores.softcap is not None:
         bent = torch.tanh(made / scores.softcap)
         made, slope = bent * scores.softcap, 1 - bent * bent
-    if block.mask is not None:
-        shape = (*made.shape[:2], -1, *block.mask.shape)
-        made = made.view(shape).masked_fill_(~block.mask, -torch.inf).view(made.shape)
+    if mask is not None:
+        shape = (*made.shape[:2], -1, *mask.shape)
+        made = made.view(shape).masked_fill_(~mask, -torch.inf).view(made.shape)
     return made, slope
 
 
-class _FlashOnCpu:
-    @staticmethod
-    def forward(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
-        return out, total
-
-    @staticmethod
-    def backward(
-        upstream: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                upstream, query, key, value, out, total, 0.0, causal, scale=scale
-            )
-        )
-        return found
-
-
-class _FlashOnCuda:
-    """PyTorch's FlashAttention 2 kernel. Its random state is zeros: without dropout it is not read."""
-
-    @staticmethod
-    def forward(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, total, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, scale=scale
-        )
-        return out, total
-
-    @staticmethod
-    def backward(
-        upstream: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        lengths = None, None, query.shape[2], key.shape[2]
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            _aten._scaled_dot_product_flash_attention_backward(
-                *(upstream, query, key, value, out, total, *lengths, 0.0, causal, state, state), scale=scale
-            )
-        )
-        return found
-
-
-def _flash_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: Scores,
-    queries: range,
-    keys: range,
-) -> type[_FlashOnCpu] | type[_FlashOnCuda] | None:
-    """Return the device's flash kernel if it can compute this piece; ``None``: blocks of scores must do."""
+def _has_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, queries: range, keys: range
+) -> bool:
+    """Whether the device has a flash kernel for this piece; otherwise blocks of scores must do."""
     own = keys == queries  # then causal; any other piece must be seen whole by every query
     visible = scores.visible.first(queries.stop - 1) <= keys.start and (own or keys.stop <= queries.start)
     if not visible or scores.softcap is not None or query.shape[-1] != value.shape[-1]:
-        return None
+        return False
     if query.device.type == "cpu":
-        return _FlashOnCpu if query.dtype != torch.float16 else None
+        return query.dtype != torch.float16
     if query.device.type != "cuda" or query.shape[-1] % 8:
-        return None
+        return False
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, own, key.shape[1] != query.shape[1])
-    return _FlashOnCuda if torch.backends.cuda.can_use_flash_attention(asked) else None
+    return bool(torch.backends.cuda.can_use_flash_attention(asked))
+
+
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    forward = _aten._scaled_dot_product_flash_attention
+    if query.device.type == "cpu":
+        forward = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, total, *_ = forward(query, key, value, 0.0, causal, scale=scale)
+    return out, total
+
+
+def _flash_backward(
+    saved: tuple[torch.Tensor, ...], causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients; ``saved``: upstream gradient, queries, keys, values, output and log-sum-exp."""
+    _, query, key, *_ = saved
+    if query.device.type == "cpu":
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_query, of_key, of_value = backward(*saved, 0.0, causal, scale=scale)
+    else:
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # without dropout it is not read
+        lengths = None, None, query.shape[2], key.shape[2]
+        backward = _aten._scaled_dot_product_flash_attention_backward
+        of_query, of_key, of_value = backward(*saved, *lengths, 0.0, causal, state, state, scale=scale)
+    return of_query, of_key, of_value

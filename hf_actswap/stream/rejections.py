@@ -28,14 +28,11 @@ _DROPOUTS = (
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of rotary embeddings whose frequencies depend on how long the sequence of a call is."""
 
-_PASSED_ON = frozenset(
-    (
-        *("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache"),
-        *("num_items_in_batch", "ignore_index", "return_dict"),
-    )
-)
+_PASSED_ON = {
+    *("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache"),
+    *("num_items_in_batch", "ignore_index", "return_dict"),
+}
 """Arguments that a streamed call supports."""
-
 
 _HINT = "Train it without stream_config."
 
@@ -47,10 +44,6 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
     """Return all reasons why a model cannot be streamed, read off its configuration and classes.
 
     Where there are none, a chunk on fake tensors shows what its attention asks for.
-
-    Args:
-        root: the model inside its wrappers.
-        structure: its layers and ops.
     """
     model: Any = root
     config: Any = getattr(root, "config", None)
@@ -166,15 +159,7 @@ def named_arguments(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
-    """Check a training call whose sequence is longer than a chunk.
-
-    Args:
-        root: the model.
-        given: the arguments of the call by name.
-
-    Raises:
-        PlanError: the call cannot be streamed; lists every reason.
-    """
+    """Raise `PlanError` with every reason why a call with more tokens than a chunk cannot be streamed."""
     problems = []
     if any(hasattr(type(module), FSDP2_METHOD) for module in root.modules()):
         expected, hint = "whole weights on each rank (no FSDP2)", "Use DistributedDataParallel."
@@ -235,12 +220,9 @@ def _problems_of_positions(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def documents_of(positions: torch.Tensor) -> tuple[int, ...]:
-    """Return where the documents of packed rows begin: where positions do not rise by 1.
+    """Return where the documents of packed rows begin: where the first row's positions do not rise by 1.
 
     This is the rule of `transformers` (``masking_utils.find_packed_sequence_indices``).
-
-    Args:
-        positions: ``[B, S]``; only the first row is read.
     """
     breaks = (positions[0].diff() != 1).nonzero()[:, 0] + 1
     return (0, *breaks.tolist())

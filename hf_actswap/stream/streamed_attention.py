@@ -56,8 +56,6 @@ class ChunkAttention:
         again: layers that are recomputed; ``None``: all.
 
     Attributes:
-        chunk: index of the chunk that runs.
-        second: whether it runs in the second pass, with gradients.
         layers: shapes of the attention of each layer that was called, by layer index, in order of calls.
     """
 
@@ -79,12 +77,7 @@ class ChunkAttention:
         self._nodes: list[weakref.ref[Any]] = []
 
     def begin(self, chunk: int, second: bool) -> None:
-        """Note which chunk runs next.
-
-        Args:
-            chunk: its index.
-            second: whether it is the second pass, with gradients.
-        """
+        """Note which chunk runs next, and whether in the ``second`` pass, with gradients."""
         self.chunk, self.second = chunk, second
         self._given.clear()
         self._nodes.clear()
@@ -95,18 +88,9 @@ class ChunkAttention:
         """Return autograd's nodes of the attention of the chunk that runs: dead when its graph is."""
         return [*self._nodes]
 
-    @property
-    def positions(self) -> range:
-        """Positions of the tokens of the chunk that runs."""
-        return self.positions_of(self.chunk)
-
     def positions_of(self, chunk: int) -> range:
         """Return the positions of a chunk's tokens."""
         return range(self.bounds[chunk], self.bounds[chunk + 1])
-
-    def stored_positions(self, chunk: int, visible: Visibility) -> range:
-        """Return the positions in a chunk whose keys a later chunk sees."""
-        return stored_positions(self.bounds, chunk, visible)
 
     def forget(self, chunk: int) -> None:
         """Free the host memory of a chunk, after its backward."""
@@ -115,11 +99,7 @@ class ChunkAttention:
                 self.host.drop((kind, layer, chunk))
 
     def mask_rule(self, *_: Any, **kwargs: Any) -> Visibility:
-        """Return the rule of a layer's mask in place of the mask (transformers' ``AttentionMaskInterface``).
-
-        Raises:
-            PlanError: the model's mask is neither causal, nor a causal sliding window or blocks.
-        """
+        """Return the rule of a layer's mask in its place (transformers' ``AttentionMaskInterface``)."""
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
             with _disable_current_modes():  # fake tensors have no values to compare
@@ -153,9 +133,6 @@ class ChunkAttention:
 
         Returns:
             ``[B, C, H, E]``, and ``None`` for the attention weights.
-
-        Raises:
-            PlanError: this kind of attention cannot be streamed.
         """
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # as scaled_dot_product_attention does
@@ -184,7 +161,7 @@ class ChunkAttention:
     def _first_pass(
         self, layer: int, scores: Scores, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        own = self.positions
+        own = self.positions_of(self.chunk)
         if ("output", layer, self.chunk) in self.host:
             raise PlanError([Problem("model", "one attention per layer", f"two in layer {layer}")])
         earlier = self._seen(scores.visible)
@@ -195,8 +172,7 @@ class ChunkAttention:
             coming.append(("keys", min(self.layers), self.chunk))
         for piece in coming[:1]:
             self.host.prefetch(piece)
-        left = len(self.stored_positions(self.chunk, scores.visible))
-        if left:
+        if left := len(stored_positions(self.bounds, self.chunk, scores.visible)):
             ends = (item[:, :, -left:].contiguous() for item in (key, value))
             self.host.put(("keys", layer, self.chunk), *ends)
         out, total = attend(query, key, value, scores, own, own)
@@ -204,7 +180,7 @@ class ChunkAttention:
             for piece in coming[place + 1 : place + 2]:
                 self.host.prefetch(piece)
             keys, values = self.host.fetch(("keys", layer, chunk))
-            there = self.stored_positions(chunk, scores.visible)
+            there = stored_positions(self.bounds, chunk, scores.visible)
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         # Flash attention leaves its output in this layout, and the model reads it so: then nothing is copied.
         by_token = out.to(query.dtype).transpose(1, 2).contiguous()
@@ -242,15 +218,10 @@ class ChunkAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the chunk's queries, keys and values; add to earlier chunks' on the host.
 
-        Args:
-            layer: index of the layer.
-            scores: scale, softcap and visible keys.
-            upstream: gradient of the output, ``[B, H, C, E]``.
-            saved: queries, keys, values, output and log-sum-exp of the chunk.
-            keys_need_grad: whether keys and values need gradients.
+        ``upstream`` is the gradient of the output, ``[B, H, C, E]``.
         """
         query, key, value, out, total = saved
-        own, host = self.positions, self.host
+        own, host = self.positions_of(self.chunk), self.host
         earlier = self._seen(scores.visible)
         self._expect_piece(layer, earlier[:1])
         wide = total.dtype
@@ -260,7 +231,7 @@ class ChunkAttention:
         for place, chunk in enumerate(earlier):
             self._expect_piece(layer, earlier[place + 1 : place + 2])
             keys, values = host.fetch(("keys", layer, chunk))
-            there = self.stored_positions(chunk, scores.visible)
+            there = stored_positions(self.bounds, chunk, scores.visible)
             found = attend_backward(upstream, query, keys, values, out, total, scores, own, there)
             of_query += found[0]
             if keys_need_grad:
@@ -327,7 +298,7 @@ def traced(
     Args:
         root: a model that `rejections.problems_of_model` does not reject.
         tokens: length of the chunk.
-        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
+        grad_accum_dtype: as in `SequenceChunks`.
     """
     bounds, nowhere = chunk_bounds(tokens, tokens), host_of_no_plan(torch.device("cpu"))
     attention = ChunkAttention(bounds, nowhere, grad_accum_dtype=grad_accum_dtype)
@@ -385,8 +356,8 @@ def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> No
     if getattr(module, "layer_idx", None) is None:
         problems.append(Problem("model", "attention modules with a layer_idx", type(module).__name__))
     if not isinstance(mask, Visibility):
-        expected = "a model whose masks are made by transformers' masking functions"
-        problems.append(Problem("model", expected, "a mask of its own"))
+        masks = "a model whose masks are made by transformers' masking functions"
+        problems.append(Problem("model", masks, "a mask of its own"))
     if dropout:
         problems.append(Problem("model.config.attention_dropout", "0", str(dropout)))
     problems += [
@@ -413,7 +384,5 @@ def _visibility(rule: Callable[..., torch.Tensor], size: int | None, device: tor
             for position in asked
         ):
             return visible
-    hint = "Train it without stream_config."
-    raise PlanError(
-        [Problem("model", "a causal mask, a sliding window or blocks", "another mask", hint)], "stream_config"
-    )
+    known_rules, hint = "a causal mask, a sliding window or blocks", "Train it without stream_config."
+    raise PlanError([Problem("model", known_rules, "another mask", hint)], "stream_config")

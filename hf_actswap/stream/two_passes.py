@@ -21,13 +21,10 @@ came before. In the first streamed call a few tokens are compared with a whole c
 The second pass draws the same random numbers as the first: the state before each chunk is saved. Autocast is
 that of the call.
 
-Checks before the first streamed step that a model computes the same for a few tokens in chunks and whole.
-
-Both run with the model's own code and weights, in evaluation mode and without gradients. The hidden states
-that reach the head, and the loss, must be equal up to rounding. So a family that counts positions in a way
-of its own, reads the attention mask, or mixes tokens elsewhere than in attention is rejected by name before
-any gradient, and never trained wrongly.
-
+**The check** before the first streamed step: a few tokens in chunks and whole, with the model's own code and
+weights, in evaluation mode and without gradients. The hidden states that reach the head, and the loss, must
+be equal up to rounding. So a family that counts positions in a way of its own, reads the attention mask, or
+mixes tokens elsewhere than in attention is rejected by name before any gradient, and never trained wrongly.
 The random state, the modules' modes and the hooks on them are afterwards as they were; the hooks do not run.
 """
 
@@ -81,7 +78,9 @@ def check_few_tokens(
     whole: Callable[..., Any],
     streamed: Callable[[dict[str, Any]], torch.Tensor],
 ) -> None:
-    """Compare a streamed call of a few tokens with a whole one. All ranks of a tensor-parallel group call it.
+    """Compare a streamed call of a few tokens with a whole one; `PlanError` if one fails or they differ.
+
+    All ranks of a tensor-parallel group call it.
 
     Args:
         root: the model.
@@ -89,9 +88,6 @@ def check_few_tokens(
         given: arguments of the training call by name; a few tokens are called in the same way.
         whole: calls the model.
         streamed: returns the loss of a call with these arguments, in chunks of `CHUNK_TOKENS`.
-
-    Raises:
-        PlanError: the results differ, or one of the two calls fails.
     """
     few = _few_tokens(root, given)
     unpacked = {name: item for name, item in few.items() if name != "shift_labels"}
@@ -107,9 +103,7 @@ def check_few_tokens(
     if not (away := _distance(there, seen)) <= tolerance:
         differing.append(f"hidden states that are {away:.2g} off (relative)")
     if differing:
-        raise PlanError(
-            [_unfit(root, f"{' and '.join(differing)} for a few tokens in chunks")], "stream_config"
-        )
+        raise _unfit(root, f"{' and '.join(differing)} for a few tokens in chunks")
 
 
 def _few_tokens(root: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,9 +146,6 @@ def _evaluating(root: nn.Module) -> Iterator[None]:
 class _HiddenStates:
     """The hidden states that the head is called with.
 
-    Args:
-        root: the model.
-
     Attributes:
         coarsest: the largest relative step of the dtypes that the model computes in.
     """
@@ -182,7 +173,6 @@ class _HiddenStates:
 
 @contextmanager
 def _heads_input(root: nn.Module, structure: ModelStructure) -> Iterator[_HiddenStates]:
-    """Collect the hidden states that the head is called with."""
     hidden = _HiddenStates(root)
     with ExitStack() as stack:
         if structure.head is not None:
@@ -199,10 +189,9 @@ def _run(root: nn.Module, how: str, call: Callable[[], torch.Tensor | None]) -> 
         raise
     except Exception as error:  # the model's own code runs: it may raise anything
         first = next(iter(str(error).splitlines()), "")
-        problem = _unfit(root, f"{type(error).__name__}, {how}: {first[:200]}")
-        raise PlanError([problem], "stream_config") from error
+        raise _unfit(root, f"{type(error).__name__}, {how}: {first[:200]}") from error
     if loss is None:
-        raise PlanError([_unfit(root, f"no loss, {how}")], "stream_config")
+        raise _unfit(root, f"no loss, {how}")
     return loss
 
 
@@ -218,10 +207,11 @@ def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> floa
     return max(float(part.median()) for part in away.tensor_split([CHUNK_TOKENS], dim=-1))
 
 
-def _unfit(root: nn.Module, found: str) -> Problem:
+def _unfit(root: nn.Module, found: str) -> PlanError:
     config: Any = root.config
     where = f"model ({getattr(config, 'model_type', type(root).__name__)}) in chunks"
-    return Problem(where, "what it computes whole", found, "Train it without stream_config.")
+    problem = Problem(where, "what it computes whole", found, "Train it without stream_config.")
+    return PlanError([problem], "stream_config")
 
 
 Value = TypeVar("Value")
@@ -294,17 +284,7 @@ class NoLogits:
 
 
 class _StreamedModel:
-    """Calls a model chunk by chunk.
-
-    Args:
-        model: the model with its own call.
-        chunks, applied, transfer, choose: as of `stream_sequences`.
-
-    Attributes:
-        model: the model with its own call.
-        root: the model's module.
-        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
-    """
+    """Calls a model, which has its own call, chunk by chunk; see `stream_sequences`."""
 
     def __init__(
         self,
@@ -370,11 +350,7 @@ class _StreamedModel:
         self._checked.add(kind)
 
     def reject_kept_graph(self, nodes: list[weakref.ref[Any]]) -> None:
-        """Raise `PlanError` if something holds a chunk's graph after its backward.
-
-        Args:
-            nodes: what lives as long as the graph.
-        """
+        """Raise `PlanError` if something holds a chunk's graph, and so its ``nodes``, after its backward."""
         if not self._looks_for_graphs or not any(node() for node in nodes):
             return
         gc.collect()
@@ -408,30 +384,20 @@ class _StreamedModel:
 
 
 class _Sequence:
-    """One call of a model with a long sequence.
+    """One call of a model with a long sequence, in chunks of ``tokens``.
 
-    Args:
-        model: the model that is called.
-        given: arguments of the call by name, checked by `reject_call`.
-        tokens: length of a chunk.
-        host: stores tensors of one chunk for others.
-
-    Attributes:
-        output_class: type of the model's output.
+    ``given`` are the arguments of the call by name, checked by `reject_call`.
     """
 
     def __init__(self, model: _StreamedModel, given: dict[str, Any], tokens: int, host: HostSequence) -> None:
         self._model = model
-        ids = given["input_ids"]
-        length = ids.shape[-1]
-        ignored = given.get("ignore_index")
-        ignored = -100 if ignored is None else ignored
+        ids, ignored = given["input_ids"], given.get("ignore_index", -100)
         targets = given.get("shift_labels")
         if targets is None:
             targets = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
         positions = given.get("position_ids")
         documents = (0,) if positions is None else documents_of(positions)
-        bounds = chunk_bounds(length, tokens)
+        bounds = chunk_bounds(ids.shape[-1], tokens)
         self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype, model.again)
         self._by_token = {"input_ids": ids, "shift_labels": targets}
         if positions is None:  # else the model counts them, from the tokens that its cache says are before
@@ -481,18 +447,9 @@ class _Sequence:
     def second_pass(
         self, upstream: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run all chunks in reverse with gradients.
+        """Run all chunks in reverse; return the gradients of the parameters, in the same order.
 
-        Args:
-            upstream: gradient of the loss.
-            parameters: trained parameters by name.
-
-        Returns:
-            Their gradients, in the same order.
-
-        Raises:
-            RuntimeError: it has run before.
-            PlanError: something else would need gradients through the chunks.
+        ``upstream`` is the gradient of the loss.
         """
         if not self._states:
             raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
@@ -514,7 +471,6 @@ class _Sequence:
         return [item.taken() for item in sums.values()]
 
     def _arguments(self, chunk: int) -> dict[str, Any]:
-        """Return the arguments of the model's call for a chunk."""
         at = self._attention.positions_of(chunk)
         own = {name: item[..., at.start : at.stop] for name, item in self._by_token.items()}
         targets = own["shift_labels"].contiguous()
@@ -522,15 +478,7 @@ class _Sequence:
         return {**self._beside, **own, **replaced, "past_key_values": _past(at)}
 
 
-_REPLACED = (
-    "attention_mask",
-    "labels",
-    "shift_labels",
-    "use_cache",
-    "return_dict",
-    "input_ids",
-    "position_ids",
-)
+_REPLACED = {*_BY_TOKEN, *_SET_HERE} - {"num_items_in_batch"}
 """Arguments of the call that are replaced for each chunk."""
 
 
@@ -540,15 +488,12 @@ def positions_by_padding(root: nn.Module, ids: torch.Tensor) -> torch.Tensor | N
     From the ids of a chunk alone it cannot know how much padding came before. ``None``: other models.
     """
     for module in root.modules():
-        make, padding = (getattr(module, name, None) for name in (_MAKES_POSITIONS, "padding_idx"))
+        make = getattr(module, "create_position_ids_from_input_ids", None)  # of such models' embeddings
+        padding = getattr(module, "padding_idx", None)
         if make is not None and padding is not None:
             made: torch.Tensor = make(ids, padding)
             return made
     return None
-
-
-_MAKES_POSITIONS = "create_position_ids_from_input_ids"
-"""Method of the embeddings of such models in transformers."""
 
 
 def _past(chunk: range) -> Any:
@@ -574,8 +519,7 @@ def _past(chunk: range) -> Any:
 class _GradientSum:
     """The gradient of a parameter, summed over chunks in at least fp32.
 
-    Args:
-        parameter: the trained parameter; chunks compute with a tensor that shares its memory.
+    Chunks compute with ``leaf``, which shares the parameter's memory.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:

@@ -36,24 +36,14 @@ ABOUT = {"device": "d", "commit": "one"}
 ONE, TWO, THREE = (Row(name, nothing) for name in ("one", "two", "three"))
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @dataclass
 class Asked:
     """Stands for what measures: every row takes ``seconds``, unless the test says otherwise."""
 
-    clock: Clock
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
+        self.now_s = 100.0
         self.rows: list[str] = []
         self.limits: dict[str, float | None] = {}
         self.configs: dict[str, Any] = {}
@@ -66,14 +56,14 @@ class Asked:
         name = request["row"]
         self.rows.append(name)
         self.limits[name], self.configs[name] = limit_s, request["config"]
-        self.clock.now_s += self.seconds
+        self.now_s += self.seconds
         if name in self.fails:
             raise self.fails[name]
         return {"ms": 1000.0, "status": "measured", "no such field": 1, **self.answers.get(name, {})}
 
 
 def session_with(path: Path | None, asked: Asked, about: dict[str, Any] = ABOUT, **settings: Any) -> Session:
-    return Session(Records(path), asked, about, clock=asked.clock, **settings)
+    return Session(Records(path), asked, about, clock=lambda: asked.now_s, **settings)
 
 
 def jobs(*rows: Row, workload: Workload = TINY) -> list[FrontierJob]:
@@ -98,10 +88,9 @@ def lines(path: Path) -> dict[str, Line]:
 
 
 def test_what_is_recorded_is_not_measured_again(path: Path) -> None:
-    clock = Clock()
-    asked = Asked(clock)
+    asked = Asked()
     assert len(run(session_with(path, asked), jobs(ONE, TWO))) == 2
-    again = Asked(clock)
+    again = Asked()
     said = run(session_with(path, again, {**ABOUT, "commit": "two"}), jobs(ONE, TWO, THREE))
     assert again.rows == ["three"]
     assert said[:2] == ["cpu one: is in the results", "cpu two: is in the results"]
@@ -113,28 +102,26 @@ def test_what_is_recorded_is_not_measured_again(path: Path) -> None:
 
 
 def test_rows_are_measured_again_on_request_and_where_they_have_changed(path: Path) -> None:
-    clock = Clock()
-    run(session_with(path, Asked(clock)), jobs(ONE, TWO, THREE))
+    run(session_with(path, Asked()), jobs(ONE, TWO, THREE))
     for again, rows, expected in (
         (lambda name: name == "two", (ONE, TWO, THREE), ["two"]),
         (lambda _name: True, (ONE, TWO), ["one", "two"]),
         (lambda _name: False, (replace(ONE, config={"a": 1}), TWO), ["one"]),
     ):
-        asked = Asked(clock)
+        asked = Asked()
         session = session_with(path, asked, again=again)
         run(session, jobs(*rows))
         assert asked.rows == expected
         run(session, jobs(*rows))
         assert asked.rows == expected  # once in a run
-    asked = Asked(clock)
+    asked = Asked()
     run(session_with(path, asked, {**ABOUT, "device": "another"}), jobs(TWO))
     assert asked.rows == ["two"]
 
 
 @pytest.mark.parametrize("status", ["failed", "timed out"])
 def test_a_failure_is_recorded_and_the_next_row_begins(path: Path, status: str) -> None:
-    clock = Clock()
-    asked = Asked(clock)
+    asked = Asked()
     asked.fails["one"] = MeasureError(status, "it broke", "Traceback ...")
     said = run(session_with(path, asked), jobs(ONE, TWO))
     assert asked.rows == ["one", "two"]
@@ -149,36 +136,33 @@ def test_a_failure_is_recorded_and_the_next_row_begins(path: Path, status: str) 
 def test_what_failed_is_tried_again_where_it_may_have_been_mended(
     path: Path, commit_now: str | None, expected: list[str]
 ) -> None:
-    clock = Clock()
-    failing = Asked(clock)
+    failing = Asked()
     failing.fails["one"] = MeasureError("failed", "it broke", "")
     run(session_with(path, failing), jobs(ONE, TWO))
-    asked = Asked(clock)
+    asked = Asked()
     run(session_with(path, asked, {**ABOUT, "commit": commit_now}), jobs(ONE, TWO))
     assert asked.rows == expected
     assert lines(path)["one"]["status"] == ("measured" if expected else "failed")
 
 
 def test_what_does_not_fit_into_the_time_is_left_out_and_measured_in_the_next_call(path: Path) -> None:
-    clock = Clock()
-    asked = Asked(clock, seconds=4.0)
+    asked = Asked(seconds=4.0)
     long = replace(TINY, steps=100)
     found = [*jobs(ONE), *jobs(TWO, workload=replace(long, name="long")), *jobs(THREE)]
     estimate_s = found[0].estimate_s(session_with(None, asked))
     assert estimate_s == pytest.approx(3.5)
-    run(session_with(path, asked), found, clock.now_s + 10.0)
+    run(session_with(path, asked), found, asked.now_s + 10.0)
     assert asked.rows == ["one", "three"]
     left_out = lines(path)["two"]
     assert left_out["status"] == "left out"
     assert left_out["reason"] == "takes about 102 s, and 6 s were left"
-    again = Asked(clock)
+    again = Asked()
     run(session_with(path, again), found)
     assert again.rows == ["two"]
 
 
 def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
-    clock = Clock()
-    asked = Asked(clock, seconds=30.0)
+    asked = Asked(seconds=30.0)
     long = replace(TINY, name="long", steps=100)
     session = session_with(path, asked)
     run(session, [*jobs(ONE), *jobs(TWO, workload=long)])
@@ -187,7 +171,7 @@ def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
         "two": pytest.approx(LEAST_LIMIT_S + 3 * 102.5),
     }
     asked.fails["three"] = MeasureError("timed out", "no answer after 35 s", "stacks")
-    run(session, jobs(THREE), clock.now_s + 25.0)
+    run(session, jobs(THREE), asked.now_s + 25.0)
     assert asked.limits["three"] == 35.0
     # The row itself did nothing wrong: it is measured in the next call.
     assert lines(path)["three"]["status"] == "left out"
@@ -195,18 +179,16 @@ def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
 
 
 def test_a_row_that_had_no_time_does_not_replace_one_that_was_measured(path: Path) -> None:
-    clock = Clock()
-    asked = Asked(clock)
+    asked = Asked()
     run(session_with(path, asked), jobs(ONE))
-    run(session_with(path, asked, again=lambda _name: True), jobs(ONE), clock.now_s)
+    run(session_with(path, asked, again=lambda _name: True), jobs(ONE), asked.now_s)
     assert lines(path)["one"]["status"] == "measured"
 
 
 def test_budgets_are_taken_from_what_is_recorded(path: Path) -> None:
     rows = {row.name: row for row in ROWS}
     planned = rows["actswap_plan_checkpointing"]
-    clock = Clock()
-    asked = Asked(clock)
+    asked = Asked()
     said = run(session_with(path, asked), jobs(planned))
     assert asked.rows == []
     assert said[0].startswith("cpu actswap_plan_checkpointing: skipped, its budget is the peak of hf-check")
@@ -221,8 +203,7 @@ def test_budgets_are_taken_from_what_is_recorded(path: Path) -> None:
 
 
 def test_ratios_are_to_the_eager_row_of_the_file(path: Path) -> None:
-    clock = Clock()
-    asked = Asked(clock)
+    asked = Asked()
     asked.answers["one"] = {"ms": 1500.0}
     run(session_with(path, asked), jobs(EAGER))
     run(session_with(path, asked), jobs(ONE))
@@ -231,7 +212,7 @@ def test_ratios_are_to_the_eager_row_of_the_file(path: Path) -> None:
 
 def test_the_first_row_of_a_compile_group_pays_for_the_compilation() -> None:
     rows = {row.name: row for row in ROWS}
-    session = session_with(None, Asked(Clock()))
+    session = session_with(None, Asked())
     first, again = jobs(rows["compiled"], rows["actswap-compiled-auto"])
     steps_s = 3.5 * first.row.relative_time
     assert first.estimate_s(session) == pytest.approx(COMPILE_S + steps_s)
@@ -252,7 +233,7 @@ def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> Non
             fits = request["kind"] == "origin" or request["workload"]["tokens"] < 16
             return answer if fits else {**answer, "status": "out of memory"}
 
-    asked = Full(Clock())
+    asked = Full()
     said = run(session_with(path, asked), found)
     assert asked.rows == ["one", "two", "one", "two"]
     assert said[4].startswith("cpu one at 32 tokens: skipped, 16 tokens were too many")
@@ -268,7 +249,7 @@ def test_long_sequences_are_estimated_by_their_flop() -> None:
         for tokens in (2**15, 2**16, 2**17)
         for name in ("one", row.name)
     ]
-    asked = Asked(Clock())
+    asked = Asked()
     session = session_with(None, asked)
     last = found[-1]
     assert 50 < last.estimate_s(session) < 90
@@ -355,12 +336,12 @@ def test_the_commit_is_what_git_says_or_else_the_environment(
 def test_a_fresh_machine_goes_on_from_what_was_fetched(path: Path) -> None:
     """Also where it has measured something already; what had no time there replaces nothing."""
     fetched = path.with_name("fetched.json")
-    run(session_with(fetched, Asked(Clock())), jobs(ONE, TWO))
-    clock = Clock()
-    run(session_with(path, Asked(clock)), jobs(ONE), deadline_s=clock.now_s)
-    run(session_with(path, Asked(clock)), jobs(THREE))
-    asked = Asked(clock)
-    session = Session(Records(path, fetched), asked, ABOUT, clock=clock)
+    run(session_with(fetched, Asked()), jobs(ONE, TWO))
+    asked = Asked()
+    run(session_with(path, asked), jobs(ONE), deadline_s=asked.now_s)
+    run(session_with(path, Asked()), jobs(THREE))
+    asked = Asked()
+    session = Session(Records(path, fetched), asked, ABOUT)
     run(session, jobs(ONE, TWO, THREE))
     assert asked.rows == []
     assert {line["method"]: line["status"] for line in Records(path, fetched)} == {
@@ -371,13 +352,13 @@ def test_a_fresh_machine_goes_on_from_what_was_fetched(path: Path) -> None:
 
 
 def test_a_device_that_does_not_answer_fails_the_row_and_is_asked_again(path: Path) -> None:
-    asked = Asked(Clock())
+    asked = Asked()
     broken = [{"status": "failed", "reason": "no such device", "traceback": "Traceback ..."}]
 
     def ask(request: Request, limit_s: float | None) -> Line:
         return broken.pop() if broken and request["kind"] == "origin" else asked(request, limit_s)
 
-    run(Session(Records(path), ask, ABOUT, clock=asked.clock), jobs(ONE, TWO))
+    run(Session(Records(path), ask, ABOUT), jobs(ONE, TWO))
     assert [(line["status"], line["reason"]) for line in lines(path).values()] == [
         ("failed", "no such device"),
         ("measured", ""),

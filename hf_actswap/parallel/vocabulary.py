@@ -234,11 +234,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             own = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
         maximum = _all_reduced(own, dist.ReduceOp.MAX, shard.group)
         shifted = _shifted(logits, maximum, shard)
-        if shard.columns:
-            mine, column = shard.owned(target)
-            sums = [torch.where(mine, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)]
-        else:
-            sums = [shifted.new_zeros(target.shape)]
+        sums = [_own_targets(shifted, target, shard)]
         if label_smoothing:
             sums.append(shifted.sum(-1))
         sums.insert(1, shifted.exp_().sum(-1))
@@ -277,6 +273,14 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 def _shifted(logits: torch.Tensor, maximum: torch.Tensor, shard: _Shard) -> torch.Tensor:
     """Return the logits that are no padding, less the maximum: a new tensor, promoted in the same kernel."""
     return logits[..., : shard.columns] - maximum.unsqueeze(-1)
+
+
+def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> torch.Tensor:
+    """Return the target's entry of ``shifted`` if this rank holds it, else zero: ``[..]``."""
+    if not shard.columns:
+        return shifted.new_zeros(target.shape)
+    mine, column = shard.owned(target)  # a function of its own frees them
+    return torch.where(mine, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
 
 
 def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:

@@ -63,10 +63,7 @@ class Forecast:
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """Return the bytes that all ranks of this machine together can still allocate; ``None``: unknown."""
-    limits = list(_cgroup_limits(proc, cgroup))
-    machine_kib = _number(proc / "meminfo", "MemAvailable")
-    if machine_kib is not None:
-        limits.append(machine_kib * 1024)
+    limits = [*_machine_limit(proc), *_cgroup_limits(proc, cgroup)]
     return max(0, min(limits)) if limits else None
 
 
@@ -141,6 +138,12 @@ def locked_memory_limit() -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     return f"RLIMIT_MEMLOCK is {text}"
+
+
+def _machine_limit(proc: Path) -> Iterator[int]:
+    machine_kib = _number(proc / "meminfo", "MemAvailable")
+    if machine_kib is not None:
+        yield machine_kib * 1024
 
 
 def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[int]:

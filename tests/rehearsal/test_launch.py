@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,18 @@ def test_a_program_without_torch_runs_as_ever(tmp_path: Path) -> None:
 @pytest.mark.skipif(REHEARSED, reason="is about processes outside")
 def test_this_process_is_on_no_such_device() -> None:
     assert RehearsedDevice.found() is None
+
+
+def test_what_a_rehearsal_replaces_in_the_library_is_there() -> None:
+    """It is set by name from outside: a name that has moved would be set in vain, and nobody told."""
+    from hf_actswap.engine import host_memory, host_pool
+    from hf_actswap.stream import two_passes
+
+    startup = (STARTUP / "sitecustomize.py").read_text()
+    named = re.findall(r'"(hf_actswap\.[a-z_.]+)"', startup)
+    assert {host_memory.__name__, host_pool.__name__, two_passes.__name__} == set(named)
+    assert callable(host_memory._machine_limit)
+    assert callable(host_memory._cgroup_limits)
+    assert callable(host_pool.PinnedSlabs._touch)
+    assert host_pool.MAPPING
+    assert callable(two_passes.check_few_tokens)

@@ -131,7 +131,7 @@ def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
         "triton.runtime.autotuner": _of_program("triton_kernels", "tune_nothing"),
     }
     if _settings().get("level") != "2":
-        found["hf_actswap.stream.first_check"] = _of_program("values", "compare_nothing")
+        found["hf_actswap.stream.two_passes"] = _of_program("values", "compare_nothing")
     if _settings().get("no_weights"):
         found["transformers.modeling_utils"] = _of_program("loading", "load_no_weights")
     return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def compare_nothing(first_check: Any) -> None:
+def compare_nothing(two_passes: Any) -> None:
     """Let a sequence be streamed without comparing a few of its tokens with a whole call.
 
     Args:
-        first_check: ``hf_actswap.stream.first_check``.
+        two_passes: ``hf_actswap.stream.two_passes``.
     """
-    first_check.check_few_tokens = lambda *_: None
+    two_passes.check_few_tokens = lambda *_: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -340,21 +340,35 @@ def apply_plan(
         owned()
         raise
     applied.on_remove(owned, last=True)
-    root = unwrapped(model)
-    restores = _gathering_once(root, plan, structure)
+    try:
+        for restore in _around_the_model(unwrapped(model), plan, structure, given, applied, chunk_budget):
+            applied.on_remove(restore)
+    except BaseException:
+        applied.remove()
+        raise
+    return applied
+
+
+def _around_the_model(
+    root: nn.Module,
+    plan: MemoryPlan,
+    structure: ModelStructure,
+    given: Resources,
+    applied: AppliedPlan,
+    chunk_budget: ChunkBudget | None,
+) -> Iterator[Callable[[], None]]:
+    """Do what a plan needs beside hooks on layers and ops; yield what undoes each."""
+    yield from _gathering_once(root, plan, structure)
     if plan.rows or given.pack_handler is not None:
         cached = without_cache(root)
-        restores += cached
+        yield from cached
         if cached and given.pack_handler is None:  # a planner puts one plan on after another
             logger.info(_CACHE_IS_OFF)
     if plan.fingerprint is not None and plan.fingerprint.batch_shape and not structure.compiled:
-        restores.append(_comparing_batches(root, plan.fingerprint.batch_shape))
+        yield _comparing_batches(root, plan.fingerprint.batch_shape)
     if plan.streamed is not None:
         choose = None if chunk_budget is None else KeptLayers(root, applied, chunk_budget).choose
-        restores.append(stream_sequences(root, plan.streamed, applied, given.transfer, choose))
-    for restore in restores:
-        applied.on_remove(restore)
-    return applied
+        yield stream_sequences(root, plan.streamed, applied, given.transfer, choose)
 
 
 def weights_on_host(

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib import import_module
@@ -215,7 +217,7 @@ class Chart:
     def svg(self, css_class: str = "") -> str:
         """Return an SVG element without ids, references and fonts of its own; its colours are variables."""
         out = StringIO()
-        with self._library.rc_context(_LOOK):
+        with self._library.rc_context(_LOOK), _any_glyph():
             self.figure.savefig(out, format="svg", facecolor="none", metadata={"Date": None})
         text = out.getvalue()
         body = text[text.index('<g id="figure_1">') : text.rindex("</svg>")]
@@ -237,8 +239,16 @@ class Chart:
 
     def write_png(self, path: Path) -> None:
         """Write a PNG file of twice the size, on a light surface."""
-        with self._library.rc_context(_LOOK):
+        with self._library.rc_context(_LOOK), _any_glyph():
             self.figure.savefig(path, dpi=_PNG_DPI, facecolor=light("surface"))
+
+
+@contextmanager
+def _any_glyph() -> Iterator[None]:
+    """Let names have characters that matplotlib's font lacks: the reader's browser has others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
 
 
 _TITLED = re.compile(r'<g id="titled-(\d+)">(.*?)</g>', re.DOTALL)

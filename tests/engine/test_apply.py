@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,19 @@ from tests.quick_cases import each_value_once, quick_named
 PLANS: dict[str, MemoryPlan | str] = {"everything swapped": swap_everything(5), **CASES}
 QUICK = ("everything swapped", "case_4", "select_recompute", "exclude_inside_full")
 every_plan = pytest.mark.parametrize("plan", quick_named(PLANS, QUICK))
+
+
+def test_what_cannot_be_put_on_whole_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rejected(*_: object) -> None:
+        raise PlanError([])
+
+    monkeypatch.setattr(sys.modules["hf_actswap.apply"], "stream_sequences", rejected)
+    model = tiny_llama()
+    before = snapshot(model)
+    with pytest.raises(PlanError):
+        apply(model, {"stream_config": {"tokens": 8}})
+    assert snapshot(model) == before
+    assert model.config.use_cache is True
 
 
 @every_plan

@@ -47,7 +47,7 @@ lost with the device block, and is an error.
   for an event recorded there at that moment. Compute has been given everything up to layer p by then, so the
   copy into the memory of the layer before p begins when that layer's kernels have ended, and runs beside p's.
 * Before a block is read, by a call (`LayerWeights.shown`) or through a ticket, compute's stream waits for the
-  copy's event (`settle`): once, because what is enqueued later is behind the wait.
+  copy's event (`settle`): once for each stream, because what is enqueued later there is behind the wait.
 * A block is dropped by dropping the reference, after the same wait where nobody has read it. The allocator
   gives its memory to work that compute is given later. A tensor that a running node or a recomputation still
   holds keeps the block alive by itself.
@@ -234,10 +234,9 @@ class LayerWeights:
         counters.prefetched_bytes += self.size_bytes
 
     def settle(self, counters: Counters) -> None:
-        """Make compute wait for the copy in, before anything reads it or drops it."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            counters.stalled(copy.wait())
+        """Make compute wait for the copy in, before anything reads it; on each stream that reads it."""
+        if self._copy is not None:
+            counters.stalled(self._copy.wait())
 
     def drop(self) -> None:
         """Drop the device copy. What still refers to it keeps its memory: a running node, a recomputation."""

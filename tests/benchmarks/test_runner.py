@@ -284,6 +284,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     found.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_answers_until_it_cannot_be_trusted(worker: Worker) -> None:
     first, second = worker({"kind": "a"}, 30), worker({"kind": "b"}, 30)
     assert first == second

@@ -205,6 +205,7 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert "What to change" not in text_of(rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_the_longest_sequence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, longest = rehearsal_report._ask, Answer({"longest": {"tiles": {"tokens": 4096}}}, [])
     monkeypatch.setattr(

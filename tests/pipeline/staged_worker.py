@@ -437,7 +437,7 @@ TWO: dict[str, Case] = {
 _SLOW = (
     *("gpipe mixed", "gpipe table", "gpipe interleaved", "interleaved_1f1b keep", "few"),
     *("interleaved_1f1b table", "zero_bubble keep", "gemma2 1f1b", "granite 1f1b", "gpt2 1f1b"),
-    *("lora zero_bubble", "ops interleaved", "golden R13"),
+    *("lora zero_bubble", "golden R13"),
 )
 TWO_MORE: dict[str, Case] = {
     **{name: TWO.pop(name) for name in _SLOW},

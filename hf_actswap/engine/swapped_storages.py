@@ -406,7 +406,8 @@ class EvictableTensors:
                 if freed_bytes < wanted_bytes:
                     freed_bytes += group.drop_reloaded()
             if freed_bytes < wanted_bytes and alive and alive[0].device.type != "cpu":
-                torch.accelerator.synchronize(alive[0].device)  # other streams may still write what goes
+                # Other streams may still write what goes, and read what its new host block held before.
+                torch.accelerator.synchronize(alive[0].device)
             for group in alive:
                 if freed_bytes < wanted_bytes:
                     freed_bytes += group.evict()
@@ -564,8 +565,6 @@ class EvictableStorage:
                 logger.warning("No more host memory (%s): nothing can be evicted.", error)
                 return None
         if host is not None:
-            if host.last_use is not None:
-                host.last_use.synchronize()  # a transfer may still read what the block held before
             host.hold(torch.uint8, torch.Size([self._size_bytes]))
         return host
 

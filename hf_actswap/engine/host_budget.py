@@ -127,13 +127,15 @@ class HostMemory:
 
     Args:
         plan: gives the user's cap and says whether the rank may be bound; the same for all plans.
+        weights_bytes: what frozen weights, which have a pool of their own, take of that cap.
     """
 
-    def __init__(self, plan: MemoryPlan) -> None:
-        available = available_bytes()
-        self._cap_bytes, self._bind_numa = plan.host_memory_bytes, plan.bind_numa
+    def __init__(self, plan: MemoryPlan, weights_bytes: int = 0) -> None:
+        available, cap_bytes = available_bytes(), plan.host_memory_bytes
+        self._cap_bytes = None if cap_bytes is None else max(cap_bytes - weights_bytes, 0)
+        self._bind_numa = plan.bind_numa
         self._available, self._ranks = available, ranks_on_this_machine()
-        self._budget_bytes = budget_bytes(plan.host_memory_bytes, self._ranks, available)
+        self._budget_bytes = budget_bytes(self._cap_bytes, self._ranks, available)
         self._margin_bytes = margin_bytes(available) if available is not None else 0
         self._bound_to: torch.device | None = None
         self._unbind: Callable[[], None] | None = None

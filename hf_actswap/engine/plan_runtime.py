@@ -73,7 +73,8 @@ class PlanRuntime:
         self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
         self._resources, self._pack_handler, self.passes = resources, resources.pack_handler, resources.passes
         self._adjusted = adjusted
-        self.host = HostMemory(plan) if resources.host is None else resources.host
+        weights_bytes = 0 if resources.weights is None else resources.weights.host_bytes
+        self.host = HostMemory(plan, weights_bytes) if resources.host is None else resources.host
         self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None

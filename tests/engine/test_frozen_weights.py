@@ -51,6 +51,7 @@ from tests.engine.tiny_models import (
     plan_of,
     recompute_rows,
     snapshot,
+    swap_everything,
     tiny,
     tiny_llama,
     tiny_neox,
@@ -586,6 +587,21 @@ def test_autocast_keeps_casts_of_frozen_weights_only_where_autograd_does(recompu
         # The first layer's input needs no gradient, for which queries, keys and values would be saved.
         assert casts.alive == (0 if recomputed else len(weights) - 3)
         loss.backward()
+
+
+def test_what_is_swapped_has_what_the_weights_leave_of_the_host_memory() -> None:
+    def taken_bytes(cap_bytes: int | None) -> tuple[int, int]:
+        """Bytes of host memory that a step takes at most, and that the weights take of it."""
+        model = lora_llama()
+        applied = applied_to(model, replace(swap_everything(3), host_memory_bytes=cap_bytes))
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+        model(input_ids=ids, labels=ids).loss.backward()
+        return applied.stats().host_peak_bytes, weights_of(applied).host_bytes
+
+    whole_bytes, weights_bytes = taken_bytes(None)
+    cap_bytes = weights_bytes + (whole_bytes - weights_bytes) // 2
+    found_bytes, _ = taken_bytes(cap_bytes)
+    assert weights_bytes < found_bytes <= cap_bytes < whole_bytes
 
 
 def test_too_little_host_memory_is_an_error_before_the_first_layer() -> None:

@@ -398,7 +398,7 @@ def _fsdp2(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 def _zero3(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Any, Any]:
-    """Keep the weights on the host by DeepSpeed's ZeRO-3, with the sizes that its documents recommend."""
+    """Keep the weights on the host by DeepSpeed's ZeRO-3, with the sizes that it has by default."""
     import deepspeed  # a peer that few machines have
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -445,7 +445,10 @@ def _step(
     start = time.perf_counter()
     for ids in batches:
         loss = model(input_ids=ids, labels=ids).loss
-        optimizer.backward(loss) if isinstance(optimizer, _ZeroStep) else loss.backward()
+        if isinstance(optimizer, _ZeroStep):
+            optimizer.backward(loss)
+        else:
+            loss.backward()
     done.losses.append(loss.item())
     peak_bytes = _peak_bytes(device, counted)
     optimizer.step()

@@ -226,9 +226,7 @@ def plan_while_training(
             tiles beyond those of this configuration. ``None``: none do.
     """
     model, whole = training.model, training.structure
-    shape, host = whole.decoder, HostMemory(training.fixed)
-    root, replicas = unwrapped(model), enclosing_replicas()
-    given = replace(resources, replicas=replicas, host=host)
+    shape, root, replicas = whole.decoder, unwrapped(model), enclosing_replicas()
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         return apply_plan(model, plan, shape, replace(given, pack_handler=pack_handler))
@@ -244,6 +242,8 @@ def plan_while_training(
     weights_back = ExitStack()
     training, movable = _with_weights(training, resources.transfer, weights_back)
     weights = weights_of(root)
+    host = HostMemory(training.fixed, 0 if weights is None else weights.host_bytes)
+    given = replace(resources, replicas=replicas, host=host)
     try:
         planner = start_planner(
             replace(training, structure=shape),

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from ..config import ActSwapConfig, load_config
-from ..errors import ActSwapError, PlanError, Problem, nearest
+from ..errors import ActSwapError, PlanError, Problem
 from ..plan import Adjustment, MemoryPlan, ModelStructure, PlanRow, resolve_plan
 from ..plan.actions import FATES, SCOPES, Fate, Scope
 from ..plan.model_structure import OUTPUT, is_below
@@ -135,8 +135,8 @@ def _paths(structure: ModelStructure, scope: Scope, op: str) -> list[str]:
     names = LayerNames(structure.layers[scope])
     found = [target for match in names.match(op) for target in match.targets]
     if not found:
-        hint = names.hint(op) or nearest(op, names.all_names())
-        raise ExplainError([Problem("OP", f"a path that names an op of layer {scope}", repr(op), hint)])
+        expected = f"a path that names an op of layer {scope}"
+        raise ExplainError([Problem("OP", expected, repr(op), names.hint(op))])
     return list(dict.fromkeys(found))
 
 

@@ -87,21 +87,23 @@ def load_optimizer_and_scheduler(
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 
-def checkpoint_folder(asked: str | bool | None, output_dir: str | None) -> str | None:
+def checkpoint_folder(asked: str | os.PathLike[str] | bool | None, output_dir: str | None) -> str | None:
     """Return the folder that ``resume_from_checkpoint`` of ``Trainer.train`` means; ``None``: there is none.
 
     Args:
         asked: the folder; or ``True``: the last checkpoint in ``output_dir``.
         output_dir: folder of the training.
     """
-    if not asked or isinstance(asked, str):
-        return asked or None
+    if not asked:
+        return None
+    if asked is not True:
+        return os.fspath(asked)
     folder = output_dir or "."
     found: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
     return found
 
 
-def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
+def checkpoint_fact(asked: str | os.PathLike[str] | bool | None, output_dir: str | None) -> str:
     """Return which checkpoint (`checkpoint_folder`) this rank would resume from, for ranks to compare."""
     if not asked:
         return "none"

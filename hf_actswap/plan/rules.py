@@ -311,15 +311,12 @@ class LayerNames:
         with_targets = (matches for matches in found if any(match.targets for match in matches))
         return next(with_targets, None) or next((matches for matches in found if matches), [])
 
-    def all_names(self) -> list[str]:
-        """Return every path that names an op of this layer, those of Hugging Face first."""
-        reference, own, megatron = self._trees
-        return list(dict.fromkeys(name for tree in (own, reference, megatron) for name in _paths(tree, "")))
-
     def hint(self, op_path: str) -> str:
         """Return a hint for a path that names no op: a deeper op of that name, else a similar name."""
-        plain, names = op_path.replace("\\.", "."), self.all_names()
-        by_reference = [*_paths(self._trees[0], ""), *names]
+        reference, own, megatron = self._trees
+        names = list(dict.fromkeys(name for tree in (own, reference, megatron) for name in _paths(tree, "")))
+        plain = op_path.replace("\\.", ".")
+        by_reference = [*_paths(reference, ""), *names]
         deeper = next((name for name in by_reference if name.endswith(f".{plain}")), None)
         hint = f"Did you mean {deeper!r}?" if deeper else nearest(plain, names)
         return hint if hint.startswith("Did") else f"Some that exist: {', '.join(names[:12])}."

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from hf_actswap import ActSwapTrainer, ActSwapTrainerMixin
+from hf_actswap.integrations.parallel_checkpoint import checkpoint_folder
 from tests.integrations.parallel_runs import OrderedStockTrainer, make
 
 
@@ -38,3 +39,13 @@ def test_what_we_override_is_there() -> None:
             assert hasattr(Trainer, name) or name in ("_declared", "_predicted", "_whole_model"), name
     assert hasattr(Accelerator, "_prepare_device_mesh")
     assert hasattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module")
+
+
+@pytest.mark.parametrize("written", [str, Path])
+def test_the_checkpoint_that_is_named_is_meant_not_the_last(tmp_path: Path, written: type) -> None:
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    named = tmp_path / "checkpoint-2"
+    assert checkpoint_folder(written(named), str(tmp_path)) == str(named)
+    assert checkpoint_folder(True, str(tmp_path)) == str(tmp_path / "checkpoint-4")
+    assert checkpoint_folder(None, str(tmp_path)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_actswap import apply
 from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.frozen_weights import sizes_on_host, step_bytes, weights_of
+from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan import MemoryPlan, model_structure
 from hf_actswap.plan.actions import Scope
 from hf_actswap.plan.model_structure import unwrapped
@@ -65,6 +67,23 @@ def test_numbers_budget_and_bytes(mode: str, unplanned: Trained) -> None:
     assert planner.trials[0].plan.weights == "host"
     first = sum(layer.size_bytes for layer in weights.layers[:2])  # nothing is there at the first forward
     assert planner.stats().prefetched_bytes == STEPS["steps"] * weights.step_bytes + first
+
+
+def test_all_plans_have_what_the_weights_leave_of_the_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[HostMemory] = []
+
+    def noted(*given: Any) -> HostMemory:
+        made.append(HostMemory(*given))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["hf_actswap.apply"], "HostMemory", noted)
+    memory = {"mode": "smart_swap", "weights": "host", "host_memory_gib": 2**20 / GIB}
+    planner = train(lora, memory, **(STEPS | {"steps": 1})).planner
+    assert isinstance(planner, Planner)
+    assert planner.weights is not None
+    (host,) = made
+    limit_bytes = host.pool(torch.device("cpu"), False, None).limit_bytes
+    assert limit_bytes == 2**20 - planner.weights.host_bytes
 
 
 def test_a_step_that_does_not_fit_survives_and_no_weight_is_evicted(unplanned: Trained) -> None:

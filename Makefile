@@ -18,11 +18,9 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 REHEARSAL := .venv-rehearsal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# A process more than there are cores, as ranks of a distributed test wait for each other; whole files, because what a
-# file sets up is set up once.
-PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
-ON_ALL_CORES = --numprocesses $(PROCESSES) --dist loadfile
-PYTEST = $(BIN)/python -m pytest $(ON_ALL_CORES)
+# A process for each core, whole files: what a file sets up is set up once.
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
 # Streams, swap and host sequences, once more with blocks of host memory that are copied in pieces of 4 KiB.
 IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,apply.py bitwise.py bytes.py \
 	forward_pass.py copies.py faults.py happens_before.py kept_inside.py mutation.py packed_rows.py \

@@ -424,7 +424,7 @@ class _Search:
             with busy("search"):
                 best = find_plan(profile, fixed, limits)
         except BudgetError:
-            least = least_peak(profile, fixed, limits)
+            least = least_peak(profile, fixed, limits).prediction
             needed = budget_for(profile, memory, least.peak_bytes)
             error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
@@ -441,5 +441,5 @@ class _Search:
             raise error from None
         steps = {**comparison_steps(self.profile, self.written), PLANNED: best.prediction}
         if self.with_least:
-            steps[LEAST] = least_peak(profile, fixed, limits)
+            steps[LEAST] = least_peak(profile, fixed, limits).prediction
         return SearchResult(self.found, self.step, memory, profile, best.plan, budget, steps)

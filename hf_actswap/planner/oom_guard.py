@@ -231,6 +231,8 @@ class OomGuard(StartedMode):
         caught: how often an op ran out of memory and was run again.
         made_room: how often memory was freed before an op.
         evicted_bytes: bytes evicted so far.
+        missing_bytes: the most that was missing at one time, since it was last set to 0: what was wanted, and
+            what was on the host already.
         ops: how often each op, by name, ran out of memory or had memory freed before it.
         least_budget_bytes: the least device memory that turned out to be needed; 0: not known.
     """
@@ -245,7 +247,8 @@ class OomGuard(StartedMode):
         self._traits: dict[Any, OpTraits] = {}
         self._room: dict[_Key, int] = {}
         self._called: dict[int, tuple[_Key, int]] = {}
-        self.caught = self.made_room = self.evicted_bytes = self.least_budget_bytes = 0
+        self.caught = self.made_room = self.least_budget_bytes = 0
+        self.evicted_bytes = self.missing_bytes = 0
         self.ops: Counter[str] = Counter()
 
     def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -378,6 +381,7 @@ class OomGuard(StartedMode):
         return self._meter.allocated_bytes() + self.evicted_bytes
 
     def _evict(self, wanted_bytes: int) -> int:
+        self.missing_bytes = max(self.missing_bytes, self._idle.away_bytes + wanted_bytes)
         freed_bytes = self._idle.evict(wanted_bytes)
         self.evicted_bytes += freed_bytes
         return freed_bytes

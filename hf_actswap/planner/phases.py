@@ -16,11 +16,15 @@ Phases change between steps only. Inside a step nothing depends on a clock or on
 guard, which moves tensors and changes no number.
 
 **Search** tries the plans with the best predictions on the machine, and corrects the predictions. A plan runs
-for two steps, in which the allocator is held to the budget: what it holds beyond the tensors in use is then
-what it cannot give back, and counts. The first step prepares (kernels, page-locked memory) and shows whether
-memory suffices; if not, the plan is given up. The second is timed. Then the search for the others runs again
-with what the plan's steps used beyond the prediction. The best measured plan is kept: the fastest of those
-that stayed within the budget while nothing had to be evicted.
+for two steps, in which the allocator is held to the budget: so it must give back what it only caches. The
+first step prepares (kernels, page-locked memory) and shows whether memory suffices; if not, the plan is given
+up. The second is timed. Then the search for the others runs again with what the plan's steps needed beyond
+the prediction, and with the time that its ops took. If nothing fits then, the plan of the least peak is
+tried. The best measured plan is kept: the fastest of those that stayed within the budget while nothing had to
+be evicted.
+
+By corrected predictions, it may be faster to keep the optimizer's states on the host (``preference: auto``).
+They move then, and the search begins anew.
 
 Where batches differ in size, a step's time is scaled, by tokens, to the planned size, and its memory is
 compared with the prediction for its own size. If a batch is larger, the planner plans for that batch from
@@ -74,6 +78,7 @@ from .planning import (
     ShapeBucket,
     agreed_task,
     best_plans,
+    least_plan,
     states_in_passing,
     weights_pay,
 )
@@ -88,6 +93,9 @@ from .warm_up import WarmUp, first_steps
 
 STEPS_PER_TRIAL = 2
 
+SPEED_ERROR = 0.05
+"""Ops of a trial must take less time than predicted by more than this share to be predicted anew."""
+
 
 class SearchPhase:
     """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
@@ -98,6 +106,7 @@ class SearchPhase:
         trials: the plans tried so far for the largest batch.
         outgrown: the plans tried before a larger batch came.
         planning_s: seconds that each search by prediction took.
+        corrected: whether the last step has corrected the predictions.
 
     Raises:
         BudgetError: no plan fits by prediction.
@@ -110,6 +119,7 @@ class SearchPhase:
         self.trials: list[Trial] = []
         self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
+        self.corrected = False
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned(first)
@@ -145,7 +155,7 @@ class SearchPhase:
 
     def step_ended(self) -> bool:
         """Take the step's measurement; return whether the search is over. Every rank must call it."""
-        trial = self.trials[-1]
+        trial, self.corrected = self.trials[-1], False
         self._run.meter.let_go()
         measured, largest = self._measured()
         trial.steps.append(measured)
@@ -170,18 +180,23 @@ class SearchPhase:
         """Return the measured step, its time scaled to the planned size, and all ranks' largest batch."""
         sizes, self._sizes = self._sizes, []
         steps = from_all_ranks((self._run.measured_here(), sizes))
-        measured = MeasuredStep.worst([step for step, _ in steps])
+        most = max(len(sizes) for _, sizes in steps)
+        measured = replace(MeasuredStep.worst([step for step, _ in steps]), micro_batches=max(most, 1))
         known = [size for _, sizes in steps for size in sizes]
         if not known or self.task.size is None:
             return measured, None
         largest = reduce(BatchSize.joined, known)
         self._trial_sizes.add(largest)
         tokens = max(sum(size.tokens for size in sizes) for _, sizes in steps)
-        planned_tokens = self.task.size.tokens * max(len(sizes) for _, sizes in steps)
-        outside_ms = min(self.task.profile.outside_ms, measured.step_ms)
-        step_ms = outside_ms + (measured.step_ms - outside_ms) * planned_tokens / tokens
+        planned_tokens = self.task.size.tokens * most
+
+        def scaled_ms(ms: float) -> float:
+            outside_ms = min(self.task.profile.outside_ms, ms)
+            return outside_ms + (ms - outside_ms) * planned_tokens / tokens
+
         if tokens != planned_tokens:
-            measured = replace(measured, step_ms=step_ms)
+            step_ms, work_ms = scaled_ms(measured.step_ms), scaled_ms(measured.work_ms)
+            measured = replace(measured, step_ms=step_ms, work_ms=work_ms)
         return measured, largest
 
     def _grows(self, size: BatchSize) -> bool:
@@ -211,23 +226,42 @@ class SearchPhase:
         self._run.replace_plans(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
-        task, profile, predicted = self.task, self.task.profile, trial.prediction
-        if self._trial_sizes <= {task.size}:
-            profile = learned(profile, trial.plan, shown_by(trial))
-            if profile is not task.profile:
-                predicted = task.predicted(profile, trial.plan)
-        else:
+        before, task, predicted = self.task, self.task, trial.prediction
+        if not self._trial_sizes <= {task.size}:
             predicted = task.predicted(task.at(reduce(BatchSize.joined, self._trial_sizes)), trial.plan)
-        used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
-        beyond = used - predicted.peak_bytes
-        if not fits or profile is not task.profile or beyond > task.beyond_bytes:
-            self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
-            tried = [trial.plan.rows for trial in self.trials]
+        elif (profile := learned(task.profile, trial.plan, shown_by(trial))) is not task.profile:
+            task, predicted = replace(task, profile=profile), task.predicted(profile, trial.plan)
+        elif (factor := self._time_of_ops(trial)) < 1 - SPEED_ERROR:
+            self._run.log.debug("ops take %.2f times as long as they were recorded", factor)
+            task = task.slower(factor)
+        beyond = max(_needed_bytes(step, fits) for step in trial.steps) - predicted.peak_bytes
+        if not fits or task is not before or beyond > task.beyond_bytes:
+            self.task = replace(task, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
+            self.corrected = True
             try:
-                self._waiting = [item for item in self._planned() if item.plan.rows not in tried]
+                found = self._planned()
             except BudgetError as error:
                 self._run.log.warning("with what the last trial used, %s", error)
+                found = [least_plan(self.task), *self._waiting]
+            tried = [trial.plan.rows for trial in self.trials]
+            self._waiting = [item for item in found if item.plan.rows not in tried]
         return bool(self._waiting)
+
+    def _time_of_ops(self, trial: Trial) -> float:
+        """Return the time of a trial's ops as a multiple of the predicted time; 1: it is not known.
+
+        Where it is less, the recorded step was too long: to record takes time on the host, and after an
+        eviction the device waits for the host. Copies seem to be hidden behind this time. Where it is more,
+        the trial was disturbed, or the host is slower under its plan: that says nothing about the ops.
+        """
+        task, measured, predicted = self.task, trial.steps[-1], trial.prediction
+        streamed = task.step is not None and bool(task.step.streamed_bytes)  # ops contain waits for weights
+        if len(trial.steps) < STEPS_PER_TRIAL or measured.evicted_bytes or task.in_flight > 1 or streamed:
+            return 1.0
+        speed = task.profile.compute_ms / predicted.compute_ms if predicted.compute_ms else 0.0
+        again_ms = predicted.recompute_ms * speed  # it may have been predicted at another speed
+        expected_ms = measured.micro_batches * (task.profile.compute_ms + again_ms) + task.profile.outside_ms
+        return measured.work_ms / expected_ms if expected_ms > 0 and measured.work_ms > 0 else 1.0
 
     def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
@@ -249,6 +283,14 @@ class SearchPhase:
             predicted.step_ms,
             "fits" if fits else "does not fit",
         )
+
+
+def _needed_bytes(step: MeasuredStep, fits: bool) -> int:
+    """Return the memory that a step of a trial needed: what was in use, or what it had and what was missing.
+
+    Where memory sufficed, the allocator was not asked to give back what it holds beyond what is in use.
+    """
+    return step.peak_bytes if fits else step.reserved_peak_bytes + step.missing_bytes
 
 
 CHECK_STEPS = 16
@@ -490,7 +532,8 @@ class Planner:
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)
         elif isinstance(phase, SearchPhase):
-            if phase.step_ended():
+            over = phase.step_ended()
+            if not (phase.corrected and self._states_move_now(phase)) and over:
                 self._settle(phase)
         elif phase.step_ended():
             missed = phase.missed_by_bytes
@@ -580,7 +623,10 @@ class Planner:
                 raise
             self._keep_last_plan_guarded(self._last, error)
 
-    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
+    def _begin_search(
+        self, step: RecordedStep, largest: BatchSize | None, best: Found | None = None
+    ) -> SearchPhase | WarmUp:
+        """Search from a recorded step; ``best`` is the best plan by prediction, where it is known already."""
         run = self._run
         states_bytes = 0 if run.states is None else run.states.state_bytes
         states_bytes += 0 if run.weights is None else run.weights.host_bytes
@@ -596,16 +642,17 @@ class Planner:
             self._without_tiles,
             run.training.in_flight,
         )
-        on_device: Found | None = None
+        if best is not None:  # found with other states or another speed
+            best = replace(best, prediction=task.predicted(task.profile, best.plan))
         if run.movable is not None:
-            why, on_device = weights_pay(task, run.movable.sizes_bytes)
+            why, best = weights_pay(task, run.movable.sizes_bytes)
             if why:
                 return self._weights_to_host(why)
-        known = self._states_in_passing(task, step, on_device)
-        if isinstance(known, RecordedStep):
-            return self._begin_search(known, largest)
+        moved, best = self._states_in_passing(task, step, best)
+        if moved is not None:
+            return self._begin_search(moved, largest, best)
         try:
-            return SearchPhase(run, task, max(run.training.memory.search_steps, 1), known)
+            return SearchPhase(run, task, max(run.training.memory.search_steps, 1), best)
         except BudgetError as error:
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
@@ -617,23 +664,23 @@ class Planner:
             return self._begin_search(step, None)
 
     def _states_in_passing(
-        self, task: PlanningTask, step: RecordedStep, on_device: Found | None
-    ) -> RecordedStep | Found | None:
+        self, task: PlanningTask, step: RecordedStep, best: Found | None
+    ) -> tuple[RecordedStep | None, Found | None]:
         """Keep the optimizer's states on the host from now on, where its step is predicted to be faster so.
 
-        Every rank must call it. Returns the recorded step without the states; if they stay, the best plan so
-        far.
+        Every rank must call it. Returns the recorded step without the states (``None``: they stay), and the
+        best plan so far; ``best`` is that with them on the device.
         """
         run = self._run
         if run.training.memory.preference != "auto":
-            return on_device
+            return None, best
         ranks = from_all_ranks((run.make_states is not None, self._micro_batches))
         if not all(may for may, _ in ranks):
-            return on_device
+            return None, best
         micro_batches = max(count for _, count in ranks)
-        found, on_device = states_in_passing(task, micro_batches, on_device)
+        found, best = states_in_passing(task, micro_batches, best)
         if found is None:
-            return on_device
+            return None, best
         run.log.info(
             "the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, and %.0f ms with them on the device",
@@ -643,7 +690,18 @@ class Planner:
         )
         run.states_to_host(found.resident_bytes)
         self._recorded = moved = step.without_states(found.resident_bytes)
-        return moved
+        return moved, best
+
+    def _states_move_now(self, search: SearchPhase) -> bool:
+        """Search anew with the optimizer's states on the host, if that is faster by corrected predictions."""
+        assert search.task.step is not None
+        moved, best = self._states_in_passing(search.task, search.task.step, None)
+        if moved is None:
+            return False
+        self.trials += [trial for trial in (*search.outgrown, *search.trials) if trial.steps]
+        self.planning_s += search.planning_s
+        self._phase = self._begin_search(moved, self._largest, best)
+        return True
 
     def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
         """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
@@ -807,7 +865,7 @@ class Planner:
         if keeping and self._without_tiles is None:
             return Outcome(used_bytes, best.step_ms, peak_bytes, min(keeping), source, "measured")
         # Recorded and guarded steps take longer than others, so only the ratio of predicted times is used.
-        predicted_ms = best.prediction.step_ms
+        predicted_ms = task.predicted(task.profile, best.plan).step_ms
         times = without.step_ms / predicted_ms if predicted_ms else 1.0  # 0: the clock stood still
         return Outcome(used_bytes, best.step_ms, peak_bytes, best.step_ms * times, source)
 

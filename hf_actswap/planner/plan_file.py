@@ -36,6 +36,9 @@ class MeasuredStep:
         reserved_peak_bytes: the most that the allocator held.
         evicted_bytes: bytes that the guard moved because memory ran out.
         offloaded_bytes: bytes that the plan swapped.
+        missing_bytes: the most that was missing at one time: what was wanted, and what had been moved.
+        work_ms: the step's time without that for which compute waited for copies.
+        micro_batches: forwards of the step.
     """
 
     step_ms: float
@@ -43,6 +46,9 @@ class MeasuredStep:
     reserved_peak_bytes: int
     evicted_bytes: int
     offloaded_bytes: int
+    missing_bytes: int = 0
+    work_ms: float = 0.0
+    micro_batches: int = 1
 
     @staticmethod
     def worst(steps: Sequence[MeasuredStep]) -> MeasuredStep:

@@ -31,7 +31,7 @@ from .plan_file import Trial
 from .profile import Limits, Prediction, Profile
 from .record.shapes import with_weights_on_host
 from .run import Run
-from .search.find_plan import Found, candidates, find_plan, least_peak_bytes
+from .search.find_plan import Found, candidates, find_plan, least_peak
 from .search.states_place import (
     WholeStep,
     faster_with_weights_on_host,
@@ -91,6 +91,13 @@ class PlanningTask:
     def plan_at(self, size: BatchSize) -> Found:
         """Return the best predicted plan for a smaller size; each rank searches, and all find the same."""
         return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
+
+    def slower(self, factor: float) -> PlanningTask:
+        """Return the task on a device on which all but copies takes ``factor`` times as long."""
+        step = self.step
+        if step is not None:
+            step = replace(step, profile=step.profile.slower(factor))
+        return replace(self, profile=self.profile.slower(factor), step=step)
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
         """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
@@ -179,12 +186,8 @@ def agreed_step(own: RecordedStep) -> RecordedStep:
     profile = step.profile
     slowdown = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
     links = [link for _, _, link in facts if link is not None]
-    op_events = tuple(
-        replace(item, forward_ms=item.forward_ms * slowdown, backward_ms=item.backward_ms * slowdown)
-        for item in profile.op_events
-    )
     link = slowest(links) if len(links) == len(facts) else None
-    return replace(step, profile=replace(profile, op_events=op_events, link=link))
+    return replace(step, profile=replace(profile.slower(slowdown), link=link))
 
 
 def found_by_rank_0(search: Callable[[], Value]) -> Value:
@@ -220,8 +223,10 @@ def states_in_passing(
 ) -> tuple[StatesInPassing | None, Found | None]:
     """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
 
-    ``None``: they stay. With it comes the best plan with them on the device (``on_device``, where it is known
-    already); ``None``: nothing fits. The same on every rank.
+    ``None``: they stay. With it comes the best plan, with them where they are then to be; ``None``: nothing
+    fits with them on the device. The same on every rank.
+
+    ``on_device`` is the best plan with them on the device, where it is known already.
     """
     profile, limits = task.profile, task.limits()
 
@@ -240,7 +245,7 @@ def states_in_passing(
         moved = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
         if moved is None:
             return None, best
-        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept.ms), best
+        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept.ms), moved[0]
 
     return found_by_rank_0(choose)
 
@@ -286,13 +291,17 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
     def search() -> Sequence[Found]:
         try:
             return candidates(task.profile, task.fixed, limits, count, first)
-        except BudgetError:
-            beyond = task.budget_bytes - limits.device_bytes
-            least = least_peak_bytes(task.profile, task.fixed, limits) + beyond
+        except BudgetError as error:
+            least = error.least_bytes + task.budget_bytes - limits.device_bytes
             peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
             raise impossible(task.memory, task.budget_bytes, least, peak, task.fixed.tiles) from None
 
     return found_by_rank_0(search)
+
+
+def least_plan(task: PlanningTask) -> Found:
+    """Return the plan with the least predicted peak; the same on every rank."""
+    return found_by_rank_0(lambda: least_peak(task.profile, task.fixed, task.limits()))
 
 
 LEAST_GAIN = 0.02

@@ -163,6 +163,14 @@ class Profile:
         """The time of forward and backward without any policy."""
         return sum(op_event.forward_ms + op_event.backward_ms for op_event in self.op_events)
 
+    def slower(self, factor: float) -> Profile:
+        """Return the profile of a device on which all but copies takes ``factor`` times as long."""
+        op_events = tuple(
+            replace(item, forward_ms=item.forward_ms * factor, backward_ms=item.backward_ms * factor)
+            for item in self.op_events
+        )
+        return replace(self, op_events=op_events, outside_ms=self.outside_ms * factor)
+
 
 @dataclass(frozen=True)
 class Limits:

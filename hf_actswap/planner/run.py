@@ -146,6 +146,7 @@ class Run:
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
     _evicted_bytes: int = 0
+    _states_stall_ms: float = 0.0
     _of_weights: SwapStats = field(default_factory=SwapStats)
 
     def __post_init__(self) -> None:
@@ -347,7 +348,9 @@ class Run:
 
     def step_starts(self) -> None:
         self.meter.reset_peak()
+        self.guard.missing_bytes = 0
         self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
+        self._states_stall_ms = self._stall_ms_of_states()
         self._start = self.transfer.stamp()
 
     def measured(self) -> MeasuredStep:
@@ -359,13 +362,20 @@ class Run:
         assert self._start is not None
         end = self.transfer.stamp()
         self.transfer.synchronize()
+        moved, step_ms = self.stats() - self._stats, end.ms_since(self._start)
+        stall_ms = moved.stall_ms + self._stall_ms_of_states() - self._states_stall_ms
         return MeasuredStep(
-            step_ms=end.ms_since(self._start),
+            step_ms=step_ms,
             peak_bytes=self.meter.peak_bytes(),
             reserved_peak_bytes=self.meter.reserved_peak_bytes(),
             evicted_bytes=self.idle.evicted_bytes - self._evicted_bytes,
-            offloaded_bytes=(self.stats() - self._stats).offloaded_bytes,
+            offloaded_bytes=moved.offloaded_bytes,
+            missing_bytes=self.guard.missing_bytes,
+            work_ms=max(step_ms - stall_ms, 0.0),
         )
+
+    def _stall_ms_of_states(self) -> float:
+        return 0.0 if self.states is None else self.states.stats().stall_ms
 
     @uninterrupted()
     def close(self) -> None:

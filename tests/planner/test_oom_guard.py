@@ -129,6 +129,12 @@ def test_a_stack_survives_its_first_step(dropout: float) -> None:
         assert device.meter.peak_bytes() <= fraction * peak
         assert device.guard.caught == device.meter.rejections > 0
         assert device.guard.evicted_bytes >= device.idle.evicted_bytes > 0
+        assert peak - fraction * peak <= device.guard.missing_bytes
+        missing = device.guard.missing_bytes
+        model.zero_grad()
+        with device.running():
+            stack_step(device, model, x)
+        assert device.guard.missing_bytes == missing, "what is missing at one time, not in all steps together"
         assert sum(device.guard.ops.values()) == device.guard.caught
         assert not device.idle._known
         assert device.guard.least_budget_bytes == 0

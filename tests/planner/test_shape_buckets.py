@@ -21,6 +21,7 @@ from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
 from hf_actswap.planner.run import ModeLog, ahead_of_calls
+from hf_actswap.planner.search.find_plan import least_peak_bytes
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
@@ -390,11 +391,16 @@ def test_routed_experts() -> None:
 
 @dataclass
 class TimedRun:
-    """What `SearchPhase` asks of a run: each step takes as many ms as it has tokens, and 5 beside."""
+    """What `SearchPhase` asks of a run: each step takes as many ms as it has tokens, and 5 beside.
+
+    Compute waits for none of it, or works only ``work_ms``. ``missing_bytes`` had to be evicted.
+    """
 
     log: ModeLog = field(default_factory=lambda: ModeLog("adaptive"))
     tokens: int = 0
     peak_bytes: int = 0
+    work_ms: float | None = None
+    missing_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)
     meter: CountingMeter = field(default_factory=CountingMeter)
 
@@ -403,7 +409,9 @@ class TimedRun:
         self.switched.append(plan)
 
     def measured_here(self) -> MeasuredStep:
-        return MeasuredStep(self.tokens + 5.0, self.peak_bytes, self.peak_bytes, 0, 0)
+        step_ms, peak, missing = self.tokens + 5.0, self.peak_bytes, self.missing_bytes
+        work_ms = step_ms if self.work_ms is None else self.work_ms
+        return MeasuredStep(step_ms, peak, peak, 2 * missing, 0, missing, work_ms)
 
 
 def search_of(share: float, steps: int = 8) -> tuple[SearchPhase, TimedRun, int]:
@@ -441,6 +449,34 @@ def test_a_larger_batch_in_the_search_is_planned_for() -> None:
     search.forward_starts((4, 10))
     assert search.step_ended()
     assert search.best.plan == run.switched[-1]
+
+
+def test_ops_that_took_less_time_than_recorded_are_predicted_anew() -> None:
+    search, run, _ = search_of(0.6)
+    recorded_ms, expected = search.task.profile.compute_ms, search.trials[0].prediction
+    run.tokens = 512
+    for factor, corrected in ((2.0, False), (0.98, False), (0.5, True)):
+        run.work_ms = factor * (expected.compute_ms + expected.recompute_ms + 5.0)
+        for _ in range(2):
+            search.forward_starts((4, 128))
+            search.step_ended()
+        assert search.corrected == corrected, factor
+        expected = search.trials[-1].prediction
+    assert search.task.profile.compute_ms == pytest.approx(0.5 * recorded_ms)
+    assert search.task.profile.outside_ms == pytest.approx(2.5)
+    assert search.task.step is not None
+    assert search.task.step.profile.compute_ms == search.task.profile.compute_ms
+
+
+def test_where_nothing_fits_any_more_the_plan_of_the_least_peak_is_tried() -> None:
+    search, run, _ = search_of(0.6)
+    task, first = search.task, search.trials[0].prediction.peak_bytes
+    run.tokens, run.peak_bytes, run.missing_bytes = 512, task.budget_bytes, task.budget_bytes // 2
+    search.forward_starts((4, 128))
+    assert not search.step_ended()
+    least = least_peak_bytes(task.profile, task.fixed, task.limits())
+    assert search.trials[-1].prediction.peak_bytes == least < first
+    assert search.task.unpredicted_bytes == task.budget_bytes + run.missing_bytes - first
 
 
 @pytest.mark.slow

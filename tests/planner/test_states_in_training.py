@@ -6,20 +6,22 @@ Compute's time is that of the aten ops, on a clock; the tensors that the guard e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_actswap import apply
 from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, Link
+from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.swapped_storages import EvictableStorage
+from hf_actswap.engine.transfer import _Done, _Spent
 from hf_actswap.planner import Planner, phases, start
-from hf_actswap.planner.planning import PlanningTask, states_in_passing
+from hf_actswap.planner.planning import PlanningTask, StatesInPassing, states_in_passing
 from tests.engine.simulated_transfer import Clock, SimulatedStamp
 from tests.engine.tiny_models import tiny_llama
 
@@ -39,11 +41,11 @@ class Accumulation:
 
 
 class OpTimes(TorchDispatchMode):
-    """Advances a clock by what each op computes and writes."""
+    """Advances a clock by what each op computes and writes, times ``slower``."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self._clock = clock
+        self._clock, self.slower = clock, 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -53,7 +55,8 @@ class OpTimes(TorchDispatchMode):
             flop = 0
             if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
                 flop = 2 * tensors[0].numel() * args[0].shape[-1]
-            self._clock.advance(flop / FLOP_PER_MS + sum(item.nbytes for item in tensors) / BYTES_PER_MS)
+            ms = flop / FLOP_PER_MS + sum(item.nbytes for item in tensors) / BYTES_PER_MS
+            self._clock.advance(self.slower * ms)
         return result
 
 
@@ -71,25 +74,39 @@ class ClockedTransfer(BlockingTransfer):
         return LINK
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        self._clock.advance(LINK.out_ms(host.size_bytes))
-        return super().offload(source, host)
+        super().offload(source, host)
+        return self._waited(LINK.out_ms(host.size_bytes))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        self._clock.advance(LINK.in_ms(host.size_bytes))
-        return super().reload(host, after)
+        block, _ = super().reload(host, after)
+        return block, self._waited(LINK.in_ms(host.size_bytes))
+
+    def _waited(self, ms: float) -> Copy:
+        self._clock.advance(ms)
+        return _Done(_Spent(ms))
 
 
 @contextmanager
 def trained(
-    monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None, in_backward: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    limit_bytes: int | None,
+    in_backward: bool = False,
+    budget_bytes: int | None = None,
+    slower: float = 1.0,
+    steps: int = 2,
+    answers: Sequence[StatesInPassing | None] = (),
 ) -> Iterator[Any]:
-    """Train under ``adaptive``; yield the planner, the losses, and what was to be planned."""
+    """Train under ``adaptive``; yield the planner, the losses, and what was to be planned.
+
+    Ops take ``slower`` times as long while the planner warms up. ``answers``: where the states wait; empty:
+    it is chosen.
+    """
     torch.manual_seed(0)
     model, clock, tasks = tiny_llama().train(), Clock(), []
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     optimizer.gradient_state = Accumulation()
     generator, losses = torch.Generator().manual_seed(0), []
-    copy_out, reload = EvictableStorage._copy_out, EvictableStorage._reload
+    copy_out, reload, taken = EvictableStorage._copy_out, EvictableStorage._reload, HostPool.take
 
     def slow_copy_out(storage: EvictableStorage, host: HostBuffer) -> None:
         clock.advance(LINK.out_ms(storage._size_bytes))
@@ -100,19 +117,26 @@ def trained(
             clock.advance(LINK.in_ms(storage._size_bytes))
             return reload(storage)
 
+    def take(pool: HostPool, size_bytes: int) -> HostBuffer:
+        with _disable_current_modes():  # else the host's memory counts as the device's
+            return taken(pool, size_bytes)
+
     def asked(task: PlanningTask, micro_batches: int, on_device: Any) -> Any:
         tasks.append(task)
+        if answers:
+            return answers[len(tasks) - 1], on_device
         return states_in_passing(task, micro_batches, on_device)
 
     with ExitStack() as undo:
         patched = undo.enter_context(monkeypatch.context())
         patched.setattr(EvictableStorage, "_copy_out", slow_copy_out)
         patched.setattr(EvictableStorage, "_reload", slow_reload)
+        patched.setattr(HostPool, "take", take)
         patched.setattr(start, "_may_move_states", lambda *_: True)  # it moves none on the CPU
         patched.setattr(phases, "states_in_passing", asked)
         device = undo.enter_context(on_device(model, limit_bytes))
-        undo.enter_context(OpTimes(clock))
-        memory = {"mode": "adaptive", "search_steps": 2, "budget_gib": _gib(limit_bytes)}
+        times = undo.enter_context(OpTimes(clock))
+        memory = {"mode": "adaptive", "search_steps": 4, "budget_gib": _gib(budget_bytes or limit_bytes)}
         planner = apply(
             model,
             {"memory": {**memory, "optimizer_in_backward": in_backward}},
@@ -122,7 +146,8 @@ def trained(
         )
         assert isinstance(planner, Planner)
         undo.callback(planner.remove)
-        for _ in range(2):
+        for _ in range(steps):
+            times.slower = slower if planner.phase == "warm-up" else 1.0
             for number in range(MICRO_BATCHES):
                 optimizer.gradient_state.sync_gradients = number == MICRO_BATCHES - 1
                 ids = torch.randint(0, model.config.vocab_size, SHAPE, generator=generator)
@@ -158,6 +183,26 @@ def test_a_training_that_evicts_in_warm_up_chooses_as_one_that_does_not(
         assert astuple(chosen) == pytest.approx(astuple(expected), rel=0.02)
         assert planner.optimizer_states is not None
     assert found == losses
+
+
+def test_states_may_move_in_the_search_where_ops_are_faster_than_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trained(monkeypatch, None) as (planner, _, tasks):
+        budget, compute_ms = math.ceil(0.54 * tasks[0].unplanned.peak_bytes), tasks[0].profile.compute_ms
+    moved = StatesInPassing(resident_bytes=0, ms=1.0, kept_ms=2.0)
+    with trained(monkeypatch, None, budget_bytes=budget, slower=16.0, steps=4, answers=[None, moved]) as (
+        planner,
+        _,
+        tasks,
+    ):
+        recorded, corrected = tasks
+        assert recorded.profile.compute_ms == pytest.approx(16 * compute_ms)
+        assert corrected.profile.compute_ms == pytest.approx(compute_ms, rel=0.4)  # copies are ops too
+        assert corrected.step.profile.compute_ms == corrected.profile.compute_ms
+        assert planner.optimizer_states is not None
+        assert planner.phase == "search"
+        assert [len(trial.steps) for trial in planner.trials] == [2]
 
 
 def test_a_step_in_backward_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:

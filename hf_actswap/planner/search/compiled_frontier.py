@@ -50,7 +50,7 @@ one H200, 7B shape: 1.7 times the products at 8,192 tokens, 2.4 at 32,768."""
 class Shown:
     """What the steps of a trial have measured. ``None``: each of them compiled or prepared something.
 
-    Part of the peak is what had to be evicted.
+    Part of the peak is what was missing when memory ran out.
     """
 
     step_ms: float | None
@@ -62,7 +62,7 @@ def shown_by(trial: Trial) -> Shown:
     """Return what the steps of a trial have measured; the time of the first, which compiles, is left out."""
     return Shown(
         min((step.step_ms for step in trial.steps[1:]), default=None),
-        max(step.peak_bytes + step.evicted_bytes for step in trial.steps),
+        max(step.peak_bytes + step.missing_bytes for step in trial.steps),
         trial.steps[-1].offloaded_bytes,
     )
 

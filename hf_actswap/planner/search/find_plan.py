@@ -26,9 +26,8 @@ be slower. Then these stages are searched again.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...engine.link import Link
@@ -148,7 +147,6 @@ class Found:
     plan: MemoryPlan
     prediction: Prediction
     bound_ms: float
-    seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +185,25 @@ def find_plan(
         PlanError: scipy is missing.
         ValueError: ``safety`` is below 1.
     """
-    started = time.perf_counter()
     search = Search(profile, fixed, limits, safety, without)
     best = search.best(rounds, search_least)
     bound = best.solution.bound_ms if best.solution is not None else 0.0
     bound_ms = profile.compute_ms + profile.outside_ms + bound
-    return Found(best.plan, search.with_curve(best.plan), bound_ms, time.perf_counter() - started)
+    return Found(best.plan, search.with_curve(best.plan), bound_ms)
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
     """Return the peak of `least_peak`, in bytes."""
-    return least_peak(profile, fixed, limits).peak_bytes
+    return least_peak(profile, fixed, limits).prediction.peak_bytes
 
 
-def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Prediction:
-    """Return the predicted step with the least peak that the search reaches, however long it takes.
+def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Found:
+    """Return the plan with the least peak that the search reaches, however long a step takes under it.
 
     The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
     """
-    return Search(profile, fixed, limits, SAFETY).least().prediction
+    least = Search(profile, fixed, limits, SAFETY).least()
+    return Found(least.plan, least.prediction, 0.0)
 
 
 def candidates(
@@ -379,7 +377,9 @@ class Search:
 
     def _impossible(self, least_bytes: int) -> BudgetError:
         expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
-        return BudgetError([Problem("memory.budget_gib", expected, gib_text(self._limits.device_bytes))])
+        error = BudgetError([Problem("memory.budget_gib", expected, gib_text(self._limits.device_bytes))])
+        error.least_bytes, error.budget_bytes = least_bytes, self._limits.device_bytes
+        return error
 
 
 _ROUNDS_OF_STAGES = 5

@@ -24,7 +24,7 @@ tried. The best measured plan is kept: the fastest of those that stayed within t
 be evicted.
 
 By corrected predictions, it may be faster to keep the optimizer's states on the host (``preference: auto``).
-They move then, and the search begins anew.
+They move then, and plans are searched anew.
 
 Where batches differ in size, a step's time is scaled, by tokens, to the planned size, and its memory is
 compared with the prediction for its own size. If a batch is larger, the planner plans for that batch from
@@ -258,10 +258,11 @@ class SearchPhase:
         streamed = task.step is not None and bool(task.step.streamed_bytes)  # ops contain waits for weights
         if len(trial.steps) < STEPS_PER_TRIAL or measured.evicted_bytes or task.in_flight > 1 or streamed:
             return 1.0
-        speed = task.profile.compute_ms / predicted.compute_ms if predicted.compute_ms else 0.0
-        again_ms = predicted.recompute_ms * speed  # it may have been predicted at another speed
-        expected_ms = measured.micro_batches * (task.profile.compute_ms + again_ms) + task.profile.outside_ms
-        return measured.work_ms / expected_ms if expected_ms > 0 and measured.work_ms > 0 else 1.0
+        if not predicted.compute_ms or not measured.work_ms:
+            return 1.0
+        again = 1 + predicted.recompute_ms / predicted.compute_ms  # it may be predicted at another speed
+        expected_ms = measured.micro_batches * again * task.profile.compute_ms + task.profile.outside_ms
+        return measured.work_ms / expected_ms
 
     def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
@@ -286,10 +287,7 @@ class SearchPhase:
 
 
 def _needed_bytes(step: MeasuredStep, fits: bool) -> int:
-    """Return the memory that a step of a trial needed: what was in use, or what it had and what was missing.
-
-    Where memory sufficed, the allocator was not asked to give back what it holds beyond what is in use.
-    """
+    # Where memory sufficed, the allocator was not asked to give back what it holds beyond what is in use.
     return step.peak_bytes if fits else step.reserved_peak_bytes + step.missing_bytes
 
 
@@ -624,10 +622,11 @@ class Planner:
             self._keep_last_plan_guarded(self._last, error)
 
     def _begin_search(
-        self, step: RecordedStep, largest: BatchSize | None, best: Found | None = None
+        self, step: RecordedStep, largest: BatchSize | None, best: Found | None = None, steps: int = 0
     ) -> SearchPhase | WarmUp:
-        """Search from a recorded step; ``best`` is the best plan by prediction, where it is known already."""
+        """Search from a recorded step, at most ``steps`` (0: ``search_steps``); ``best`` is tried first."""
         run = self._run
+        steps = steps or max(run.training.memory.search_steps, 1)
         states_bytes = 0 if run.states is None else run.states.state_bytes
         states_bytes += 0 if run.weights is None else run.weights.host_bytes
         task = agreed_task(
@@ -650,9 +649,9 @@ class Planner:
                 return self._weights_to_host(why)
         moved, best = self._states_in_passing(task, step, best)
         if moved is not None:
-            return self._begin_search(moved, largest, best)
+            return self._begin_search(moved, largest, best, steps)
         try:
-            return SearchPhase(run, task, max(run.training.memory.search_steps, 1), best)
+            return SearchPhase(run, task, steps, best)
         except BudgetError as error:
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
@@ -661,7 +660,7 @@ class Planner:
             if largest is None or task.step is None or task.size == task.step.size:
                 raise min(self._impossible, key=lambda error: error.least_bytes) from None
             run.log.warning("not for the largest batch so far, which would be guarded: %s", error)
-            return self._begin_search(step, None)
+            return self._begin_search(step, None, steps=steps)
 
     def _states_in_passing(
         self, task: PlanningTask, step: RecordedStep, best: Found | None
@@ -700,7 +699,8 @@ class Planner:
             return False
         self.trials += [trial for trial in (*search.outgrown, *search.trials) if trial.steps]
         self.planning_s += search.planning_s
-        self._phase = self._begin_search(moved, self._largest, best)
+        steps = max(search.steps_left, STEPS_PER_TRIAL)
+        self._phase = self._begin_search(moved, self._largest, best, steps)
         return True
 
     def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:

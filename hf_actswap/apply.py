@@ -387,12 +387,13 @@ def weights_on_host(
         return found, lambda: None
     weights = FrozenWeights(root, structure, transfer, plan.bind_numa, plan.host_memory_bytes)
     weights.attach()
-    ignored = [*getattr(model, _IGNORED_BY_DDP, ()), *weights.names_in(model)]
-    setattr(model, _IGNORED_BY_DDP, ignored)
+    before = getattr(model, _IGNORED_BY_DDP, None)
+    setattr(model, _IGNORED_BY_DDP, [*(before or ()), *weights.names_in(model)])
 
     def undo() -> None:
         weights.remove()
-        if hasattr(model, _IGNORED_BY_DDP):
+        setattr(model, _IGNORED_BY_DDP, before)
+        if before is None:
             delattr(model, _IGNORED_BY_DDP)
 
     return weights, undo

@@ -128,11 +128,14 @@ def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch
     """Sum gradients over a group; a gradient that is ``None`` on every rank stays ``None``."""
     has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
     dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+    under_way = []
     for parameter, is_there in zip(parameters, has.tolist(), strict=True):
         if is_there:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            under_way.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for one in under_way:
+        one.wait()
 
 
 def gathered_on_first_rank(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:

@@ -411,6 +411,14 @@ def test_moving_the_model_leaves_the_weights_of_layers() -> None:
     assert all(parameter.is_meta for parameter in model.to("meta").parameters())
 
 
+def test_what_the_user_lets_ddp_ignore_comes_back() -> None:
+    model = lora_llama()
+    model._ddp_params_and_buffers_to_ignore = own = ["of the user"]
+    with applied_to(model) as applied:
+        assert model._ddp_params_and_buffers_to_ignore == [*own, *weights_of(applied).names_in(model)]
+    assert model._ddp_params_and_buffers_to_ignore == ["of the user"]
+
+
 def test_tied_and_trained_weights_stay() -> None:
     model = tiny_llama()
     model.requires_grad_(False)

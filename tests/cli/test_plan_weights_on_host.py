@@ -137,6 +137,7 @@ def test_auto_keeps_the_weights_where_they_cost_nothing(
     assert without["weights"]["place"] == "keep", "none is frozen"
 
 
+@pytest.mark.slow
 def test_auto_moves_the_weights_where_nothing_fits_with_them(
     run: Run, tiny: Path, write: Callable[[str], Path]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ STEP = ("--seq", str(TOKENS), "--batch", str(ROWS), "--optimizer", "none")
 PIPELINE = "parallel_config: {pipeline_stage: 2, schedule: 1f1b}\n"
 
 
-@pytest.fixture(autouse=True)
-def one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def one_layout() -> Iterator[None]:
     """Other layouts are not tried."""
-    monkeypatch.setattr(stages, "_TRIES", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "_TRIES", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -256,7 +256,7 @@ HELD_ALONE = Example(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @example(example=HELD_ALONE)
 @given(example=examples)
 def test_random_orders(example: Example) -> None:

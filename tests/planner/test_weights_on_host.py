@@ -176,6 +176,7 @@ def profile_of_four_layers(tokens: int) -> tuple[Profile, dict[Scope, int], floa
     return profile, sizes, sum(one.backward_ms for one in profile.op_events if one.call[0] in sizes)
 
 
+@pytest.mark.slow
 def test_less_is_swapped_where_weights_take_the_link() -> None:
     """A recorded step has their bytes and the waits for them; what they leave of the link it has not."""
     profile, sizes, backward_ms = profile_of_four_layers(4096)

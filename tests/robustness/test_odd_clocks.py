@@ -16,7 +16,7 @@ from hf_actswap.report.run_files import read_run
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import train
-from tests.quick_cases import each_value_once
+from tests.quick_cases import quick_first
 from tests.report.recorded_runs import train_recorded
 
 MEMORY = {"mode": "adaptive", "warmup_steps": 2, "search_steps": 4, "reduce_by_gib": 20_000 / 2**30}
@@ -36,15 +36,14 @@ CLOCKS: dict[str, Callable[[], Iterator[float]]] = {
 }
 
 
-@pytest.fixture(params=CLOCKS)
+@pytest.fixture(params=quick_first(reversed(CLOCKS), 1))
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     ticks = CLOCKS[request.param]()
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     return str(request.param)
 
 
-@each_value_once
-@pytest.mark.parametrize("requested", [{"memory": MEMORY}, {"swap_config": {"swap": True}}])
+@pytest.mark.parametrize("requested", quick_first([{"memory": MEMORY}, {"swap_config": {"swap": True}}], 1))
 def test_a_training_its_record_and_its_report(requested: object, clock: str, tmp_path: Path) -> None:
     steps = train_recorded(tmp_path, requested, count=14)
     run = read_run(tmp_path)
@@ -53,6 +52,7 @@ def test_a_training_its_record_and_its_report(requested: object, clock: str, tmp
     assert write_report(tmp_path).page.is_file()
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept(clock: str) -> None:
     found = train(tiny_llama, {"mode": "adaptive"})
     assert found.phases[-1] == "stable", clock

@@ -34,7 +34,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,6 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 # isort: split
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -55,7 +53,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from benchmarks.records import REPOSITORY, RESULTS, commit, console_of, hardware, versions, write_json
+from benchmarks.records import (
+    REPOSITORY,
+    RESULTS,
+    commit,
+    console_of,
+    hardware,
+    print_table,
+    versions,
+    write_json,
+)
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
@@ -207,6 +214,7 @@ RANKS = 2
 PEER = "transformers tp_plan"
 SEED = 7
 LIMIT_S = 300
+"""Seconds that a rank waits in a collective for the other one."""
 BFLOAT16_REDUCTION = "sums in bf16"
 
 
@@ -435,19 +443,11 @@ _SIZES = {
 Rows = Sequence[Mapping[str, Any]]
 
 
-def measure(
-    shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int, limit_s: float
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int) -> list[dict[str, Any]]:
     """Run all cases on two processes; return the rows of rank 0, then those of rank 1."""
     with tempfile.TemporaryDirectory() as folder:
         told = (folder, asdict(shape), tuple(dtypes), rounds, warmup)
-        context = torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS, join=False)
-        end = monotonic() + limit_s
-        while not context.join(timeout=1):
-            if monotonic() > end:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{RANKS} processes did not finish in {limit_s} s")
+        torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS)
         return [row for rank in range(RANKS) for row in torch.load(Path(folder, f"rows.{rank}.pt"))]
 
 
@@ -472,21 +472,23 @@ def failures(rows: Rows) -> list[str]:
 
 def print_tables(rows: Rows) -> None:
     """Print rank 0's rows, and its collectives by phase and kind: calls, and MiB on the larger side."""
-    mine = [row for row in rows if row["rank"] == 0]
-    table = Table("MiB per rank and step")
-    for heading in (*_SIZES, "calls", "ms", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in mine:
-        sizes = [f"{row[name] / MIB:.2f}" for name in _SIZES.values()]
-        numbers = f"{sum(row['calls'].values())}", f"{row['ms']:.0f}", f"{row['ms_ratio']:.2f}"
-        table.add_row(f"{row['dtype']} {row['case']}", *sizes, *numbers)
-    console = console_of(None)
-    console.print(table)
-    for row in mine:
-        parts = [
+    mine = {f"{row['dtype']} {row['case']}": row for row in rows if row["rank"] == 0}
+    cells = [
+        {
+            "MiB per rank and step": name,
+            **{heading: row[key] / MIB for heading, key in _SIZES.items()},
+            "calls": sum(row["calls"].values()),
+            "ms": row["ms"],
+            "ratio": row["ms_ratio"],
+        }
+        for name, row in mine.items()
+    ]
+    print_table(cells)
+    for name, row in mine.items():
+        parts = (
             f"{key} {calls} ({row['whole_bytes'][key] / MIB:.2f})" for key, calls in row["calls"].items()
-        ]
-        console.print(f"{row['dtype']} {row['case']}: {'; '.join(parts)}", highlight=False)
+        )
+        console_of().print(f"{name}: {'; '.join(parts)}", highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -495,13 +497,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
     parser.add_argument("--warmup", type=int, default=2, help="steps before")
-    parser.add_argument("--limit_s", type=float, default=900)
     for item in fields(Shape):
         parser.add_argument(f"--{item.name}", type=int, default=item.default)
     parser.add_argument("--out", type=Path, help="where to write; by default into results/")
     options = parser.parse_args(argv)
     shape = replace(Shape(), **{item.name: getattr(options, item.name) for item in fields(Shape)})
-    rows = measure(shape, options.dtypes, options.rounds, options.warmup, options.limit_s)
+    rows = measure(shape, options.dtypes, options.rounds, options.warmup)
     wrong = failures(rows)
     document = {
         "commit": commit(REPOSITORY),

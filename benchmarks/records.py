@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import accelerate
 import torch
 import transformers
 from rich.console import Console
+from rich.table import Table
 
 from hf_actswap.engine.host_pool import PinnedSlabs
 from hf_actswap.engine.link import Link, measure_link
@@ -242,10 +243,27 @@ def results_folder() -> Path:
     return Path(named) if named else RESULTS / "rehearsed" if REHEARSAL in os.environ else RESULTS
 
 
-def console_of(console: Console | None) -> Console:
-    """Return a console, by default the standard output, wide enough for tables if it is no terminal."""
-    console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+def print_table(rows: Sequence[Mapping[str, object]], title: str = "", wrapped: Sequence[str] = ()) -> None:
+    """Print rows whose keys are the headings: numbers at the right with two decimals, ``-`` for ``None``.
+
+    The columns ``wrapped`` may take several lines.
+    """
+    console = console_of()
+    table = Table(title=title or None, title_justify="left")
+    for heading, value in rows[0].items() if rows else ():
+        table.add_column(
+            heading, justify="left" if isinstance(value, str) else "right", no_wrap=heading not in wrapped
+        )
+    for row in rows:
+        cells = (f"{value:.2f}" if isinstance(value, float) else value for value in row.values())
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    console.print(table)
+
+
+def console_of() -> Console:
+    """Return a console on the standard output, wide enough for tables if it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def origin(device: torch.device) -> dict[str, Any]:

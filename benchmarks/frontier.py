@@ -41,7 +41,7 @@ from benchmarks.records import (
     results_folder,
 )
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
-from benchmarks.runner import Session, answerer, frontier_jobs
+from benchmarks.runner import Session, again_asked, answerer, frontier_jobs
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")
@@ -64,13 +64,7 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
         getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile")
     ):
         path = results_folder() / f"frontier_{file_name(about['device'])}_{datetime.now():%Y%m%d}.json"
-    again = arguments.again
-    session = Session(
-        Records(path),
-        answerer(device, rows)[0],
-        about,
-        lambda name: again is not None and (not again or name in again),
-    )
+    session = Session(Records(path), answerer(device, rows)[0], about, again_asked(arguments.again))
     compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
     chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     done: list[Record] = []
@@ -108,23 +102,14 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
     parser.add_argument("--steps", type=int, help="timed steps per row (default: the preset's)")
     names = [row.name for row in rows]
     parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW")
-    parser.add_argument(
-        "--again",
-        nargs="*",
-        choices=[EAGER.name, *names],
-        metavar="ROW",
-        help="measure rows again that the results hold (default: all of them)",
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="measure rows that compile (default: not on the CPU)",
-    )
+    again = "measure rows again that the results hold (default: all of them)"
+    parser.add_argument("--again", nargs="*", choices=[EAGER.name, *names], metavar="ROW", help=again)
+    compiled = "measure rows that compile (default: not on the CPU)"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
     parser.add_argument("--out", type=Path, help="JSON file (default: in results/, complete runs only)")
     arguments = parser.parse_args(argv)
     for name in ("layers", "tokens", "steps"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
+        if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"argument --{name}: at least 1, found {value}")
     return arguments
 
@@ -132,8 +117,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
 def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Workload]:
     """Return the presets for the device, changed as the options say, and scaled down to its memory."""
     suited = DEFAULT_PRESETS["cpu" if device.type == "cpu" else "accelerator"]
-    asked = {name: getattr(arguments, name) for name in _CHANGES}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name in _CHANGES if (value := getattr(arguments, name))}
     workloads = [replace(PRESETS[name], **changes) for name in arguments.preset or suited]
     if device.type == "cpu":
         return workloads

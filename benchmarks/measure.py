@@ -156,7 +156,10 @@ def measure_row(
         return result
     _clean_up(step)
     pinned_before = pinned_bytes(step.device)
-    result.baseline_bytes = _baseline_bytes(step)
+    is_cpu = step.device.type == "cpu"
+    result.baseline_bytes = (
+        step.baseline_bytes() if is_cpu else torch.accelerator.memory_allocated(step.device)
+    )
     try:
         with row.setup(step, result.config) as applied:
             if isinstance(applied, Planned):
@@ -192,12 +195,6 @@ def _note_failure(result: Result, error: Exception) -> None:
         logger.exception("row %s failed", result.method)
         result.status, result.reason = "failed", f"{type(error).__name__}: {text}"
         result.traceback = traceback.format_exc()
-
-
-def _baseline_bytes(step: TrainingStep) -> int:
-    if step.device.type == "cpu":
-        return step.baseline_bytes()
-    return torch.accelerator.memory_allocated(step.device)
 
 
 def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Planned | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,13 +312,13 @@ def commit(repository: Path) -> dict[str, Any]:
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=repository, capture_output=True, text=True, check=True, timeout=30
-        )
+        return subprocess.check_output(
+            command, cwd=repository, stderr=subprocess.DEVNULL, text=True, timeout=30
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -335,9 +336,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return {
         "device": device.type,
-        "name": accelerator_name(device),
+        # A backend may have no name for it.
+        "name": str(name(device)) if name else device.type,
         "memory_bytes": total_bytes,
         "free_bytes": free_bytes,
         "host_name_of_processor": _processor(),
@@ -376,30 +379,17 @@ def device_named(name: str | None = None) -> torch.device:
     return device if has_index else torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def accelerator_name(device: torch.device) -> str:
-    """Return the name of an accelerator, or its type if its backend has no name for it."""
-    backend = getattr(torch, device.type, None)
-    name = getattr(backend, "get_device_name", None)
-    return str(name(device)) if name else device.type
-
-
 def file_name(device_name: str) -> str:
     """Return a device's name as a part of a file's name: letters, digits, ``.``, ``_`` and ``-`` only."""
-    kept = (
-        letter if letter.isascii() and (letter.isalnum() or letter in "._") else "-"
-        for letter in device_name.lower()
-    )
-    return "-".join(part for part in "".join(kept).split("-") if part)
+    return re.sub(r"[^a-z0-9._]+", "-", device_name.lower()).strip("-")
 
 
 def _processor() -> str:
     """Return the model of the CPU, which `platform` leaves empty on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    found = Path("/proc/cpuinfo")
+    text = found.read_text(encoding="utf-8") if found.exists() else ""
+    model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def link_gb_per_s(link: Link) -> dict[str, float]:
@@ -407,5 +397,5 @@ def link_gb_per_s(link: Link) -> dict[str, float]:
 
     ``out`` is device to host; ``out_beside_in`` is that rate while the other direction is busy too.
     """
-    names = [item.name for item in fields(link) if item.name.endswith(_RATE)]
-    return {name.removesuffix(_RATE): getattr(link, name) / _GB_PER_S_IN_BYTES_PER_MS for name in names}
+    rates = {name.removesuffix(_RATE): rate for name, rate in asdict(link).items() if name.endswith(_RATE)}
+    return {name: rate / _GB_PER_S_IN_BYTES_PER_MS for name, rate in rates.items()}

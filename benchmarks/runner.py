@@ -111,14 +111,12 @@ class Job(Protocol):
     """One row to be measured."""
 
     @property
-    def title(self) -> str:
-        """Workload and row, for the log."""
+    def title(self) -> str: ...
 
     def blank(self) -> Record:
         """Return the job's record with nothing measured yet."""
 
-    def estimate_s(self, session: Session) -> float:
-        """Return about how many seconds it takes."""
+    def estimate_s(self, session: Session) -> float: ...
 
     def request(self, records: Records) -> Request | str:
         """Return the request, which may depend on earlier records, or why the job cannot be measured."""
@@ -131,12 +129,8 @@ class Job(Protocol):
 class FrontierJob:
     """One row of the frontier on one workload.
 
-    Args:
-        workload, row: the workload, and the method that is put on it.
-        shorter: in a search for the longest sequence, the job at half the length, which must have fitted;
-            ``None``: this is the first length.
-        longest: whether this is such a search; then nothing is compared with eager.
-        compiling: whether rows that compile are measured.
+    ``shorter``: in a search for the longest sequence (``longest``; nothing is compared with eager then), the
+    job at half the length, which must have fitted. ``compiling``: whether rows that compile are measured.
     """
 
     workload: Workload
@@ -171,19 +165,21 @@ class FrontierJob:
         return seconds + PIN_S_PER_GIB * row.pinned_share * saved_gib
 
     def _step_ms(self, session: Session) -> float:
-        shorter = None if self.shorter is None else session.find(self.shorter)
-        if self.shorter is not None and shorter is not None and shorter["ms"] is not None:
-            return float(shorter["ms"]) * step_flop(self.workload) / step_flop(self.shorter.workload)
+        line = (session.find(self.shorter) or {}) if self.shorter is not None else {}
+        if self.shorter is not None and line.get("ms"):
+            return float(line["ms"]) * step_flop(self.workload) / step_flop(self.shorter.workload)
         return self.workload.expected_ms * self.row.relative_time * session.slowness(self.workload)
 
     def request(self, records: Records) -> Request | str:
         if self.row.compiles and not self.compiling:
             return "compiling is slow on the CPU; ask for it with --compile"
-        if self.shorter is not None and not _fitted(self.shorter, records):
+        if self.shorter is not None and not any(
+            line["status"] == "measured" and self.shorter._is_at(line) for line in records
+        ):
             return f"{self.shorter.workload.tokens:,} tokens were too many, or were not measured"
         config = None
         if self.row.budget is not None:
-            beside = [Result(**line) for line in records if line["kind"] == "frontier" and self._beside(line)]
+            beside = [Result(**line) for line in records if self._is_at(line, method=line.get("method"))]
             config = options_of(self.row.budget, self.row.compiles, beside)
             if isinstance(config, str):
                 return config
@@ -201,17 +197,9 @@ class FrontierJob:
         as_recorded = json.loads(json.dumps(self.row.config_for(self.workload.layers)))
         return bool(as_recorded == line["config"])
 
-    def _beside(self, line: Line) -> bool:
-        blank = asdict(self.blank()) | {"method": line["method"], "device": line["device"]}
-        return key_of(blank) == key_of(line)
-
-
-def _fitted(job: FrontierJob, records: Records) -> bool:
-    return any(
-        line["status"] == "measured"
-        for line in records
-        if key_of(line) == key_of(asdict(job.blank()) | {"device": line["device"]})
-    )
+    def _is_at(self, line: Line, **other: Any) -> bool:
+        """Whether a line has the job's key, on whatever device, but for the fields ``other``."""
+        return key_of(asdict(self.blank()) | {"device": line["device"], **other}) == key_of(line)
 
 
 def frontier_jobs(
@@ -240,6 +228,11 @@ def longest_jobs(
             jobs.append(shorter[row.name])
         tokens *= 2
     return jobs
+
+
+def again_asked(names: Sequence[str] | None) -> Callable[[str], bool]:
+    """Return what ``--again`` asks for: whether a row is measured again; ``None``: none; empty: all."""
+    return lambda name: names is not None and (not names or name in names)
 
 
 class Session:
@@ -274,10 +267,8 @@ class Session:
 
     def slowness(self, workload: Workload) -> float:
         """Return the measured time of an eager step on this device over the expected time; 1 if unknown."""
-        eager = FrontierJob(workload, EAGER)
-        line = self.find(eager)
-        known = line is not None and line["ms"] is not None
-        return float(line["ms"]) / workload.expected_ms if line is not None and known else 1.0
+        line = self.find(FrontierJob(workload, EAGER)) or {}
+        return (line.get("ms") or workload.expected_ms) / workload.expected_ms
 
     def find(self, job: Job) -> Line | None:
         """Return the recorded line of a job on this device, or ``None``."""
@@ -369,7 +360,9 @@ class Session:
         try:
             self.learn_origin()
             answer = self._ask(request, limit_s)
-            record = type(record)(**_known_fields(record, answer))
+            names = {item.name for item in fields(record)} - set(KEY_FIELDS)
+            measured = {name: value for name, value in answer.items() if name in names}
+            record = replace(record, **measured)
         except MeasureError as error:
             cut = error.status == "timed out" and limit_s < own_s
             record.status = "left out" if cut else error.status  # type: ignore[assignment]
@@ -379,12 +372,6 @@ class Session:
         if isinstance(job, FrontierJob) and job.row.compiles and record.status == "measured":
             self.compiled.add((job.workload, job.row.compile_group))
         return record
-
-
-def _known_fields(record: Record, answer: Line) -> Line:
-    """Return a record's fields, updated by those of an answer; the fields of its key stay as they are."""
-    names = {item.name for item in fields(record)} - set(KEY_FIELDS)
-    return asdict(record) | {name: value for name, value in answer.items() if name in names}
 
 
 def in_words(record: Record) -> str:
@@ -522,9 +509,7 @@ def end_group(pid: int) -> None:
 
 
 def told_since(output: Path, start: int) -> str:
-    with output.open("rb") as written:
-        written.seek(start)
-        return written.read()[-_TOLD_BYTES:].decode("utf-8", "replace")
+    return output.read_bytes()[start:][-_TOLD_BYTES:].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -669,9 +654,8 @@ def _dead(test: str, began_s: float, told: str) -> Line:
 
 
 def _record_of(suite: Suite, event: Mapping[str, Any]) -> TestRecord:
-    names = {"kind": "test", "workload": suite.name, "status": event["status"]}
-    record = TestRecord(event["id"], event["properties"], **names)
-    record.wall_s, told = event["seconds"], event["text"]
+    about = {"kind": "test", "workload": suite.name, "status": event["status"], "wall_s": event["seconds"]}
+    record, told = TestRecord(event["id"], event["properties"], **about), event["text"]
     if record.status != "passed":
         record.reason = next((line for line in reversed(told.splitlines()) if line.strip()), "")[:300]
     if record.failed:

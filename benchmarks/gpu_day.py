@@ -127,8 +127,7 @@ GPU_TESTS = (
     *("tests/engine/test_gpu.py", "tests/planner/test_gpu_planner.py"),
     *("tests/planner/test_gpu_optimizer_states.py", "tests/engine/test_slabs.py"),
     *("tests/engine/test_with_liger.py", "tests/parallel/test_random_streams.py"),
-    *("tests/benchmarks/test_frontier_methods.py", "tests/benchmarks/test_machine.py"),
-    *("tests/robustness/test_growth.py",),
+    *("tests/benchmarks/test_frontier_methods.py", "tests/robustness/test_growth.py"),
 )
 
 CLAIMS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.methods import actswap, nothing
+from benchmarks.methods import nothing
 from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.runner import (
@@ -375,11 +375,3 @@ def test_the_folder_of_the_results(tmp_path: Path, repository: Path, monkeypatch
     monkeypatch.setenv("HF_ACTSWAP_RESULTS", str(tmp_path))
     assert results_folder() == tmp_path
     assert file_name("NVIDIA H100 80GB HBM3 (ä)") == "nvidia-h100-80gb-hbm3"
-
-
-def test_rows_that_measure_nothing_of_ours_need_no_plan() -> None:
-    """The configuration of a row is what tells whether it has changed: it must be plain values."""
-    for row in ROWS:
-        json.dumps(row.config_for(4))
-        if row.setup is actswap:
-            assert row.config_for(4)

@@ -31,7 +31,7 @@ STATES = Sizes("tiny", 2, 2, 64, 32, 256, micro_batches=2, min_tensor_bytes=1024
 MEMORY = Sizes("tiny", 12, 4, 64, 512, 64)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -39,7 +39,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_states_on_the_host_train_to_the_same_bits() -> None:
     rows = [measure_states(case, STATES, CPU) for case in STATES_CASES]
     assert len({row.parameters for row in rows}) == 1
@@ -57,7 +56,6 @@ def test_states_on_the_host_train_to_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_one_thread")
 def test_out_of_memory_is_survived_where_it_can_be() -> None:
     plain = train(OUT_OF_MEMORY_CASES[0], MEMORY, None, CPU)
     without, planned, hopeless = (
@@ -80,7 +78,6 @@ def test_each_training_begins_without_the_cache_of_the_one_before(monkeypatch: p
     assert done == ["cleaned", "trained"] * 2
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_frozen_weights_on_the_host_train_to_the_same_losses() -> None:
     sizes = Sizes("tiny", 3, 3, 64, 32, 256)
     host, plain = (train(case, sizes, None, CPU) for case in FROZEN_CASES[:2])

@@ -92,12 +92,10 @@ _MOST_LOG_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Stage:
-    """What is measured in one stage.
+    """What is measured in one stage, in this order.
 
     Args:
-        title: title for the log.
         limit_s: seconds that the stage may take.
-        tests: suites of tests that run before the rows.
         rows: presets, each with its rows, the most important first; a row whose estimate exceeds the time
             that is left is left out, and the next may fit.
         trainings: kinds of trainings in `benchmarks.trainings`.
@@ -246,10 +244,7 @@ _FIRST_LONGEST_TOKENS = 2**15
 class Machine:
     """The device of this machine, found without touching it: this process must survive the device's faults.
 
-    Args:
-        device: the device's name for PyTorch.
-        name: name of the hardware.
-        memory_bytes: memory of the device; ``None``: not known, and workloads are not scaled down to it.
+    ``device`` is its name for PyTorch. To ``memory_bytes`` workloads are scaled down; ``None``: not known.
     """
 
     device: str
@@ -312,9 +307,8 @@ def _workload(preset: str, machine: Machine) -> Workload:
 def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
     """Yield the commands of a half hour on a borrowed machine, each after a comment with its budget.
 
-    Each is one line of bash, run from the repository's root. Results stay in a folder of that machine, from
-    which the next command continues; ``out_folder``, as its shell reads it, is fetched after each command
-    and empty at the beginning of the next.
+    Each is one line of bash. Results stay in a folder of that machine, from which the next command continues;
+    ``out_folder``, as its shell reads it, is fetched after each command and empty at the next.
     """
     known = commit(REPOSITORY)
     yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
@@ -368,13 +362,12 @@ class Day:
         self.say("expandable segments are refused: claims about reserved memory are not judged")
         self.environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
         self.worker.stop()
-        self.session.forget_origin()
-        self._refuses_segments()
+        self._refuses_segments(again=True)
 
-    def _refuses_segments(self) -> bool:
+    def _refuses_segments(self, again: bool = False) -> bool:
         """Say what is found; return whether segments cannot grow, or the device fails, perhaps for that."""
         try:
-            found = self.session.learn_origin()["environment"]["hardware"]
+            found = self.session.learn_origin(again)["environment"]["hardware"]
         except MeasureError as error:
             self.say(f"{self.machine.name} does not answer: {error}\n{error.told}")
             return error.status == "failed"

@@ -68,14 +68,10 @@ REFERENCE_IDENTITY_US = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, or hooks that do nothing, on a model.
+    """A plan of these ``rows``, or hooks that do nothing, on a model.
 
-    Args:
-        name: name in the results.
-        rows: rows of the plan; ``None``: no plan.
-        min_tensor_bytes: size under which the plan keeps a tensor.
-        bare_copies: whether copies do nothing (CPU).
-        bound_us: the most time of a saved tensor, on a machine with `REFERENCE_IDENTITY_US`.
+    ``bare_copies``: copies do nothing (CPU). ``bound_us``: the most time of a saved tensor, on a machine with
+    `REFERENCE_IDENTITY_US`.
     """
 
     name: str

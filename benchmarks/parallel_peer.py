@@ -67,24 +67,15 @@ from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
 
-KINDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-_RING_FACTOR = {"all_reduce": 2}
-"""How often a rank sends ``(n - 1) / n`` of a collective's whole bytes; once for a kind that is not named."""
-
 REGATHER = "re-gather"
 """The kind for gathers of saved shards in backward, which are counted separately."""
 
 
 def ring_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
     """Return the bytes that a rank sends in a collective whose larger side has ``whole_bytes``."""
-    return _RING_FACTOR.get(kind, 1) * whole_bytes * (ranks - 1) // ranks
+    return (2 if kind == "all_reduce" else 1) * whole_bytes * (ranks - 1) // ranks
 
 
 def kind_of(operator: Any) -> str | None:
@@ -92,10 +83,26 @@ def kind_of(operator: Any) -> str | None:
     if operator.namespace not in _NAMESPACES:
         return None
     name = operator._schema.name.split("::")[1].replace("_", "")
-    return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+    return next((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), None)
 
 
-class Collectives(TorchDispatchMode):
+class _LocalOps(TorchDispatchMode):
+    """Sees the ops on this rank's own tensors, below DTensor and asynchronous collectives."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # the tensors inside them are dispatched again
+        result = func(*args, **(kwargs or {}))
+        self.note(func, tree_leaves((args, kwargs)), tree_leaves(result))
+        return result
+
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        raise NotImplementedError
+
+
+class Collectives(_LocalOps):
     """Counts collectives, and the bytes of their larger sides, by (phase, kind).
 
     The caller that runs the step sets its present ``phase``.
@@ -108,19 +115,12 @@ class Collectives(TorchDispatchMode):
         self.whole_bytes: Counter[tuple[str, str]] = Counter()
         self._again = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # the tensors inside them are dispatched again
-        result = func(*args, **(kwargs or {}))
-        kind = kind_of(func)
-        if kind is not None:
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        if (kind := kind_of(func)) is not None:
             key = self.phase, REGATHER if self._again else kind
             self.calls[key] += 1
+            leaves = (leaf for leaf in (*given, *made) if isinstance(leaf, torch.Tensor))
             self.whole_bytes[key] += max(leaf.nbytes for leaf in leaves)
-        return result
 
     @contextmanager
     def telling_regathers(self) -> Iterator[None]:
@@ -138,12 +138,6 @@ class Collectives(TorchDispatchMode):
 
         with mock.patch.object(module, "begin_gather", begin):
             yield
-
-    def wire_bytes(self, ranks: int) -> dict[tuple[str, str], int]:
-        """Return the bytes that this rank sends, by (phase, kind)."""
-        return {
-            (phase, kind): ring_bytes(kind, whole, ranks) for (phase, kind), whole in self.whole_bytes.items()
-        }
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +173,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(_LocalOps):
     """Measures the most bytes alive at one time, of all storages made inside, and of logits.
 
     A tensor counts as logits by the size of its last dim, one of ``widths``.
@@ -191,15 +185,10 @@ class PeakBytes(TorchDispatchMode):
         self._widths = frozenset(widths)
         self._alive: dict[int, tuple[StorageWeakRef, int, bool]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor}
-        for leaf in tree_leaves(result):
-            if type(leaf) is torch.Tensor and _key(leaf) not in given:
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        known = {_key(leaf) for leaf in given if type(leaf) is torch.Tensor}
+        for leaf in made:
+            if type(leaf) is torch.Tensor and _key(leaf) not in known:
                 storage = leaf.untyped_storage()
                 is_logits = leaf.dim() > 1 and leaf.shape[-1] in self._widths
                 self._alive[_key(leaf)] = StorageWeakRef(storage), storage.nbytes(), is_logits
@@ -207,7 +196,6 @@ class PeakBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self._alive.values()))
         logits = sum(size for _, size, is_logits in self._alive.values() if is_logits)
         self.peak_logits_bytes = max(self.peak_logits_bytes, logits)
-        return result
 
 
 RANKS = 2
@@ -215,7 +203,7 @@ PEER = "transformers tp_plan"
 SEED = 7
 LIMIT_S = 300
 """Seconds that a rank waits in a collective for the other one."""
-BFLOAT16_REDUCTION = "sums in bf16"
+LEAN = "sums in bf16"
 
 
 @dataclass(frozen=True)
@@ -236,11 +224,9 @@ class Shape:
 class Case:
     """One way to divide the model.
 
-    Args:
-        name: name of the row.
-        sequence_parallel: whether our division uses sequence parallelism; ``None``: transformers divides.
-        reduces_in_float32: whether activations and their gradients are summed over the ranks in float32 (our
-            default), or in their own dtype, as transformers does.
+    Without ``sequence_parallel`` (``None``) transformers divides it. ``reduces_in_float32``: whether
+    activations and their gradients are summed over the ranks in float32 (our default), or in their own dtype,
+    as transformers does.
     """
 
     name: str
@@ -251,10 +237,8 @@ class Case:
 def cases_of(dtype: torch.dtype) -> tuple[Case, ...]:
     """Return the cases of one dtype; below float32 ours are also run with sums in that dtype."""
     ours = (Case("hf_actswap tp + sp", True), Case("hf_actswap tp", False))
-    if dtype == torch.float32:
-        return Case(PEER, None), *ours
-    lean = tuple(Case(f"{case.name}, {BFLOAT16_REDUCTION}", case.sequence_parallel, False) for case in ours)
-    return Case(PEER, None), *ours, *lean
+    lean = (replace(case, name=f"{case.name}, {LEAN}", reduces_in_float32=False) for case in ours)
+    return Case(PEER, None), *ours, *(lean if dtype != torch.float32 else ())
 
 
 @dataclass
@@ -294,7 +278,7 @@ class Row:
 
 
 def whole_model(shape: Shape) -> LlamaForCausalLM:
-    """Return the undivided model, with the same weights in each call."""
+    """Return the undivided model."""
     torch.manual_seed(SEED)
     settings = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -314,16 +298,14 @@ class Subject:
 
     def __init__(self, case: Case, shape: Shape, dtype: torch.dtype, folder: Path) -> None:
         self.case, self.shape, self.dtype = case, shape, dtype
-        self.step_s: list[float] = []
         self.model: Any
         if case.sequence_parallel is None:
             layout = DistributedConfig(tp_size=RANKS, tp_plan="auto")
             self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=layout)
         else:
             self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-            settings = ParallelConfig(
-                tensor_parallel_size=RANKS, sequence_parallel_enabled=case.sequence_parallel
-            )
+            sequence = {"sequence_parallel_enabled": case.sequence_parallel}
+            settings = ParallelConfig(tensor_parallel_size=RANKS, **sequence)
             reduce_dtype = torch.float32 if case.reduces_in_float32 else None
             patch_model(self.model, settings, dist.group.WORLD, reduce_dtype=reduce_dtype)
         self.model.train()
@@ -343,13 +325,6 @@ class Subject:
             allreduce_sequence_parallel_gradients(self.model, dist.group.WORLD)
         return float(plain(loss.detach()))
 
-    def timed_step(self) -> None:
-        """Time a step that all ranks begin together, and append its seconds to ``step_s``."""
-        dist.barrier()
-        start = time.perf_counter()
-        self.step()
-        self.step_s.append(time.perf_counter() - start)
-
     def row(self) -> Row:
         """Run steps and count collectives and bytes; each kind of count has a step of its own."""
         row = Row(self.case.name, str(self.dtype).removeprefix("torch."), dist.get_rank())
@@ -358,7 +333,9 @@ class Subject:
             row.loss = self.step(lambda name: setattr(seen, "phase", name))
         row.calls = {" ".join(key): number for key, number in seen.calls.items()}
         row.whole_bytes = {" ".join(key): size for key, size in seen.whole_bytes.items()}
-        row.wire_bytes = {" ".join(key): size for key, size in seen.wire_bytes(RANKS).items()}
+        row.wire_bytes = {
+            " ".join(key): ring_bytes(key[1], size, RANKS) for key, size in seen.whole_bytes.items()
+        }
         row.regathered_bytes = sum(v for key, v in row.wire_bytes.items() if key.endswith(REGATHER))
         row.sent_bytes = sum(row.wire_bytes.values()) - row.regathered_bytes
         row.grad_norm = self._grad_norm()
@@ -392,16 +369,19 @@ def measure_dtype(shape: Shape, dtype: torch.dtype, rounds: int, warmup: int, fo
     """Count and time all cases of a dtype; steps of different cases alternate."""
     subjects = [Subject(case, shape, dtype, folder) for case in cases_of(dtype)]
     rows = [subject.row() for subject in subjects]
+    by_case = {row.case: row for row in rows}
     for count in range(warmup + rounds):
         first = count % len(subjects)
         for subject in (*subjects[first:], *subjects[:first]):
-            subject.timed_step()
-    peer_s = subjects[0].step_s[warmup:]
-    for row, subject in zip(rows, subjects, strict=True):
-        timed = subject.step_s[warmup:]
-        row.step_ms = [seconds * 1e3 for seconds in timed]
+            dist.barrier()
+            start = time.perf_counter()
+            subject.step()
+            if count >= warmup:
+                by_case[subject.case.name].step_ms.append((time.perf_counter() - start) * 1e3)
+    for row in rows:
         row.ms = statistics.median(row.step_ms)
-        row.ms_ratio = statistics.median(own / peer for own, peer in zip(timed, peer_s, strict=True))
+        pairs = zip(row.step_ms, rows[0].step_ms, strict=True)
+        row.ms_ratio = statistics.median(own / peer for own, peer in pairs)
     return rows
 
 
@@ -454,19 +434,18 @@ def measure(shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int) -> li
 def failures(rows: Rows) -> list[str]:
     """Return in words which numbers do not agree and which claims fail; empty if all is right."""
     found = []
-    for peer in (row for row in rows if row["case"] == PEER):
-        for row in rows:
-            if row is peer or (row["dtype"], row["rank"]) != (peer["dtype"], peer["rank"]):
-                continue
-            where = f"{row['case']}, {row['dtype']}, rank {row['rank']}"
-            for key in ("loss", "grad_norm"):
-                if abs(row[key] - peer[key]) > TOLERANCE[row["dtype"]] * abs(peer[key]):
-                    found.append(f"{where}: {key} {row[key]}, transformers' {peer[key]}")
-            if row["saved_bytes"] >= peer["saved_bytes"]:
-                found.append(f"{where}: saves {row['saved_bytes']} bytes, transformers {peer['saved_bytes']}")
-            comparable = row["dtype"] == "float32" or row["case"].endswith(BFLOAT16_REDUCTION)
-            if comparable and row["sent_bytes"] > peer["sent_bytes"]:
-                found.append(f"{where}: sends {row['sent_bytes']} bytes, transformers {peer['sent_bytes']}")
+    peers = {(row["dtype"], row["rank"]): row for row in rows if row["case"] == PEER}
+    for row in (row for row in rows if row["case"] != PEER):
+        peer = peers[row["dtype"], row["rank"]]
+        where = f"{row['case']}, {row['dtype']}, rank {row['rank']}"
+        for key in ("loss", "grad_norm"):
+            if abs(row[key] - peer[key]) > TOLERANCE[row["dtype"]] * abs(peer[key]):
+                found.append(f"{where}: {key} {row[key]}, transformers' {peer[key]}")
+        if row["saved_bytes"] >= peer["saved_bytes"]:
+            found.append(f"{where}: saves {row['saved_bytes']} bytes, transformers {peer['saved_bytes']}")
+        comparable = row["dtype"] == "float32" or row["case"].endswith(LEAN)
+        if comparable and row["sent_bytes"] > peer["sent_bytes"]:
+            found.append(f"{where}: sends {row['sent_bytes']} bytes, transformers {peer['sent_bytes']}")
     return found
 
 
@@ -501,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{item.name}", type=int, default=item.default)
     parser.add_argument("--out", type=Path, help="where to write; by default into results/")
     options = parser.parse_args(argv)
-    shape = replace(Shape(), **{item.name: getattr(options, item.name) for item in fields(Shape)})
+    shape = Shape(**{item.name: getattr(options, item.name) for item in fields(Shape)})
     rows = measure(shape, options.dtypes, options.rounds, options.warmup)
     wrong = failures(rows)
     document = {

@@ -48,12 +48,10 @@ class Record:
     Args:
         kind: what was measured: ``frontier``, ``test``, ``out of memory`` or ``optimizer states``.
         workload: name of the preset, or of a group of tests.
-        status, reason: whether it was measured, and if not, why.
         traceback: traceback of a failure; for a process that hung or died, the end of its output.
         wall_s: seconds that the row took, with everything that is not timed.
-        run: start time of the command that measured it. Two rows of one run share machine and driver.
-        measured_at: time at which it was recorded, in ISO format.
-        device, torch, transformers, commit: the device's name, and versions of the code.
+        run, measured_at: start of the command that measured it, and time at which it was recorded, in ISO
+            format. Two rows of one run share machine and driver.
         environment: hardware, link, allocator settings, versions.
     """
 

@@ -165,17 +165,16 @@ class Row:
 
     Args:
         name: unique name, which ``--rows`` selects. Ours begin with ``actswap``.
-        setup: context manager that puts the method on the model.
-        config: options for ``setup``: plain values, or a function of the number of layers that returns them.
+        setup, config: context manager that puts the method on the model, and its options: plain values, or a
+            function of the number of layers that returns them.
         must_be_exact: whether output and gradients must equal eager's bit for bit; if not, the run fails.
         compile_group: name shared by rows with the same compiled graphs; ``""``: compiles nothing. Fused
             kernels round differently, so exactness is not judged for compiled rows.
         counts_copies: whether the benchmark counts copies to the host, because the method does not.
-        obstacles: functions that say why the row cannot be measured here; the first reason is recorded.
-        relative_time: estimated time of a step over eager's, to plan the time of a run.
-        pinned_share: estimated bytes of pinned memory over the bytes that eager saves, for the same purpose.
-        budget: budget of the planner; the configuration is filled in when the rows that it needs are
-            measured.
+        obstacles: say why the row cannot be measured here; the first reason is recorded.
+        relative_time, pinned_share: estimated time of a step over eager's, and pinned memory over the bytes
+            that eager saves, to plan the time of a run.
+        budget: of the planner; makes the configuration when the rows that it needs are measured.
     """
 
     name: str

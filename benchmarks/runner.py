@@ -38,7 +38,7 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,7 +58,7 @@ from benchmarks.records import (
     origin,
 )
 from benchmarks.rows import EAGER, ROWS, Row
-from benchmarks.trainings import training_answer
+from benchmarks.trainings import TrainingJob, training_answer
 from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
@@ -107,24 +107,6 @@ class MeasureError(Exception):
         self.status, self.reason, self.told = status, reason, told
 
 
-class Job(Protocol):
-    """One row to be measured."""
-
-    @property
-    def title(self) -> str: ...
-
-    def blank(self) -> Record:
-        """Return the job's record with nothing measured yet."""
-
-    def estimate_s(self, session: Session) -> float: ...
-
-    def request(self, records: Records) -> Request | str:
-        """Return the request, which may depend on earlier records, or why the job cannot be measured."""
-
-    def is_same(self, line: Line) -> bool:
-        """Whether a recorded line was measured with the settings that the job has now."""
-
-
 @dataclass(frozen=True)
 class FrontierJob:
     """One row of the frontier on one workload.
@@ -171,6 +153,7 @@ class FrontierJob:
         return self.workload.expected_ms * self.row.relative_time * session.slowness(self.workload)
 
     def request(self, records: Records) -> Request | str:
+        """Return the request, which may depend on earlier records, or why the row cannot be measured."""
         if self.row.compiles and not self.compiling:
             return "compiling is slow on the CPU; ask for it with --compile"
         if self.shorter is not None and not any(
@@ -192,6 +175,7 @@ class FrontierJob:
         }
 
     def is_same(self, line: Line) -> bool:
+        """Whether a recorded line was measured with the settings that the job has now."""
         if self.row.budget is not None:
             return True
         as_recorded = json.loads(json.dumps(self.row.config_for(self.workload.layers)))
@@ -200,6 +184,10 @@ class FrontierJob:
     def _is_at(self, line: Line, **other: Any) -> bool:
         """Whether a line has the job's key, on whatever device, but for the fields ``other``."""
         return key_of(asdict(self.blank()) | {"device": line["device"], **other}) == key_of(line)
+
+
+Job = FrontierJob | TrainingJob
+"""One row to be measured."""
 
 
 def frontier_jobs(
@@ -247,7 +235,7 @@ class Session:
         clock: returns increasing seconds.
 
     Attributes:
-        compiled: workloads and compile groups whose graphs this session has compiled.
+        compiled: workloads and compile groups whose graphs are compiled.
     """
 
     def __init__(
@@ -330,19 +318,15 @@ class Session:
             fill_ratios(record, None if eager is None else Result(**eager))
         self.records.put(record)
 
-    def learn_origin(self) -> Line:
-        """Return the fields that are the same in every record; the first time, what measures is asked."""
-        if not self._origin_is_whole:
+    def learn_origin(self, again: bool = False) -> Line:
+        """Return the fields that are the same in every record; what measures is asked once, and ``again``."""
+        if again or not self._origin_is_whole:
             answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
             if answer.get("status") == "failed":
                 raise MeasureError("failed", answer["reason"], answer["traceback"])
             self._origin |= answer | {"device": self.device}
             self._origin_is_whole = True
         return self._origin
-
-    def forget_origin(self) -> None:
-        """Let `learn_origin` ask again, after a setting of the device has changed."""
-        self._origin_is_whole = False
 
     def _measured(self, job: Job, left_s: float | None, slack_s: float) -> Record:
         record, estimate_s = job.blank(), job.estimate_s(self)
@@ -518,9 +502,8 @@ class Suite:
 
     Args:
         name: name in the results.
-        paths: files, or ids of tests.
+        paths, without: files or ids of tests, less those that another suite runs.
         marker: pytest's marker expression that selects tests; ``""``: all.
-        without: ids of tests that are left out, because another suite runs them.
         processes: the most processes; one if pytest-xdist is not installed.
     """
 
@@ -544,13 +527,9 @@ class Suite:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how suites run.
+    """Where and how suites run: in ``processes`` at most, with these variables beside the present ones.
 
-    Args:
-        output: file to which the output of processes is appended.
-        environment: environment variables of the processes, added to those of this one.
-        processes: the most processes that run tests at once.
-        say: called with a line for each test.
+    What they print is appended to ``output``; ``say`` is called with a line for each test.
     """
 
     output: Path
@@ -561,12 +540,7 @@ class Place:
 
 @dataclass
 class TestRecord(Record):
-    """The result of one test.
-
-    Args:
-        method: id of the test.
-        properties: values that the test recorded, by name.
-    """
+    """The result of one test (``method``: its id), with the values that it recorded (``properties``)."""
 
     __test__ = False  # for pytest: this class is no test
 

@@ -55,16 +55,10 @@ FROZEN_PEERS = "frozen weights, peers"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Llama and its training.
+    """Sizes of a Llama and its training: ``steps`` measured steps on sequences of ``tokens``.
 
-    Args:
-        name: name of the workload in the results.
-        steps: number of measured steps.
-        layers, hidden, vocabulary: sizes of the model; its feed-forward is 11/4 as wide, its heads 128 wide.
-        tokens: length of the one sequence.
-        micro_batches: number of forwards and backwards in a step.
-        min_tensor_bytes: states that are smaller stay on the device.
-        expected_s: estimated seconds of one case, to plan the time of a run.
+    The feed-forward is 11/4 as wide as ``hidden``, heads are 128 wide. A step has ``micro_batches`` forwards
+    and backwards. States under ``min_tensor_bytes`` stay on the device. One case takes about ``expected_s``.
     """
 
     name: str
@@ -106,8 +100,7 @@ class Case:
     """One training.
 
     Args:
-        kind: `OUT_OF_MEMORY`, `OPTIMIZER_STATES`, or one of the frozen weights.
-        method: name of the case.
+        kind, method: what is measured, and the name of the case.
         planned: whether it trains with the planner.
         share: its memory limit, as a fraction of the memory that plain needs; ``None``: no limit.
         resident: fraction of the states on the device at once; ``None``: `OptimizerStates` is not used.
@@ -228,8 +221,13 @@ class TrainingJob:
     def title(self) -> str:
         return f"{self.case.kind} {self.case.method}"
 
-    def blank(self) -> Training | StatesRow:
-        return _blank(self.case, self.sizes)
+    def blank(self) -> Any:
+        """Return the `Training` or `StatesRow` with nothing measured yet."""
+        about: dict[str, Any] = {"kind": self.case.kind, "workload": self.sizes.name}
+        about["settings"] = asdict(self.sizes)
+        if self.case.kind == OPTIMIZER_STATES:
+            return StatesRow(self.case.method, **about)
+        return Training(self.case.method, self.case.share, **about)
 
     def estimate_s(self, _session: object) -> float:
         return self.sizes.expected_s * self.case.effort
@@ -255,13 +253,6 @@ class TrainingJob:
         names = ("kind", "workload", "method", "status", "error")
         found = [line for line in records if tuple(line.get(name) for name in names) == wanted]
         return found[-1]["peak_bytes"] if found else None
-
-
-def _blank(case: Case, sizes: Sizes) -> Any:
-    about: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
-    if case.kind == OPTIMIZER_STATES:
-        return StatesRow(case.method, **about)
-    return Training(case.method, case.share, **about)
 
 
 def training_jobs(kind: str, sizes: Sizes) -> list[TrainingJob]:
@@ -316,7 +307,7 @@ def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[Meter]:
 
 def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.device) -> Training:
     """Train once, under a limit of memory if the case has one: a share of ``needed_bytes``, plain's peak."""
-    done: Training = _blank(case, sizes)
+    done: Training = TrainingJob(case, sizes).blank()
     if case.share is not None and needed_bytes is not None:
         done.limit_bytes = int(case.share * needed_bytes)
     _clean(device)
@@ -520,7 +511,7 @@ def _now(device: torch.device) -> float:
 
 def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
     _clean(device)
-    row: StatesRow = _blank(case, sizes)
+    row: StatesRow = TrainingJob(case, sizes).blank()
     model = sizes.model(device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     with deterministic(fill=False), _states_on_host(case, sizes, model, optimizer, device) as states:

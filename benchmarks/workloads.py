@@ -24,19 +24,10 @@ _SHARE_OF_FREE_MEMORY = 0.7
 
 @dataclass(frozen=True)
 class Workload:
-    """Shape of the model and of its input.
+    """Shape of the model and of its input: one sequence of ``tokens``.
 
-    Args:
-        name: name of the preset.
-        model: name of the model with these shapes.
-        layers: number of decoder layers.
-        tokens: length of the one sequence.
-        hidden, intermediate, heads, kv_heads, vocab: as in ``LlamaConfig``.
-        head: whether to run the whole model; otherwise the decoder stack.
-        dtype: ``float32`` or ``bfloat16``.
-        steps: number of timed steps.
-        warmup_steps: number of steps before them.
-        expected_ms: estimated time of an eager step on an H200, to plan the time of a run.
+    ``head``: whether the whole model runs; otherwise the decoder stack. ``expected_ms``: estimated time of an
+    eager step on an H200, to plan the time of a run. The other sizes are named as in ``LlamaConfig``.
     """
 
     name: str

@@ -320,7 +320,8 @@ class Session:
 
     def learn_origin(self, again: bool = False) -> Line:
         """Return the fields that are the same in every record; what measures is asked once, and ``again``."""
-        if again or not self._origin_is_whole:
+        self._origin_is_whole = self._origin_is_whole and not again
+        if not self._origin_is_whole:
             answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
             if answer.get("status") == "failed":
                 raise MeasureError("failed", answer["reason"], answer["traceback"])

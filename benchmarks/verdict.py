@@ -423,10 +423,9 @@ def _exact(rows: Sequence[Row]) -> Iterator[Finding]:
     exact = [row for row in of_kind(rows, "frontier") if row.get("must_be_exact") and row["ms"] is not None]
     judged = [row for row in exact if row.get("exact") is not None]
     wrong = [row["method"] for row in judged if not row["exact"]]
-    unjudged = [row["method"] for row in exact if row.get("exact") is None]
-    remark = ", ".join(wrong) or f"of {len(judged)}" + (
-        f"; not judged: {', '.join(unjudged)}" if unjudged else ""
-    )
+    remark = ", ".join(wrong) or f"of {len(judged)}"
+    if len(judged) < len(exact) and not wrong:
+        remark += f"; not judged: {', '.join(row['method'] for row in exact if row.get('exact') is None)}"
     yield Finding("15: rows of ours that are not exact", len(wrong) if judged else None, 0, "at most", remark)
 
 

@@ -181,17 +181,13 @@ class TrainingStep:
         torch.manual_seed(0)
         self.workload, self.device = workload, device
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        config = llama_config(workload)
         with device:
-            self.model: Any = self._build(config).to(workload.torch_dtype).train()
-            self._make_input()
+            self.model: Any = self._build(llama_config(workload)).to(workload.torch_dtype).train()
         for leaf in self.leaves().values():
             leaf.grad = torch.zeros_like(leaf)
 
     def _build(self, config: LlamaConfig) -> Any:
-        raise NotImplementedError
-
-    def _make_input(self) -> None:
+        """Return the model; then make its input."""
         raise NotImplementedError
 
     def forward(self) -> torch.Tensor:
@@ -240,12 +236,10 @@ class DecoderStack(TrainingStep):
         model = LlamaModel(config)
         model.norm = nn.Identity()
         model.embed_tokens.requires_grad_(False)
-        return model
-
-    def _make_input(self) -> None:
         shape = (1, self.workload.tokens, self.workload.hidden)
         self.hidden = torch.randn(shape, dtype=self.workload.torch_dtype).requires_grad_()
         self.output_gradient = torch.randn_like(self.hidden)
+        return model
 
     def leaves(self) -> dict[str, torch.Tensor]:
         return {"input": self.hidden, **self.weights()}
@@ -271,10 +265,9 @@ class WholeModel(TrainingStep):
     """Embedding, decoder layers, final norm, head and cross-entropy on random tokens."""
 
     def _build(self, config: LlamaConfig) -> Any:
-        return LlamaForCausalLM(config)
-
-    def _make_input(self) -> None:
+        model = LlamaForCausalLM(config)
         self.input_ids = torch.randint(self.workload.vocab, (1, self.workload.tokens))
+        return model
 
     def forward(self) -> torch.Tensor:
         """Return the loss, a scalar."""

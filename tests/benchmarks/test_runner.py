@@ -273,7 +273,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 @pytest.mark.parametrize(
     ("kind", "status", "reason", "told"),
     [
-        ("hang", "timed out", "no answer after 2 s", "hang_in_here"),  # where its threads are
+        ("hang", "timed out", "no answer after 2 s", "in hangs"),  # where its threads are
         ("die", "failed", "its process ended with status 9", "the last words\n"),
         ("bad", "", "", ""),  # an answer after which it cannot be trusted
     ],

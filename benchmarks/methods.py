@@ -301,8 +301,8 @@ def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[
         yield applied
 
 
-def actswap(step: TrainingStep, config: Any) -> AbstractContextManager[AppliedPlan]:
-    """Apply a configuration of hf_actswap."""
+def actswap(step: TrainingStep, config: Any) -> Any:
+    """Apply a configuration of hf_actswap; return the `AppliedPlan`, which takes it off again at exit."""
     return hf_actswap.apply(step.model, config)
 
 

@@ -121,8 +121,9 @@ class Chain(nn.Module):
     def __init__(self, ops: int = OPS_PER_MODULE) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8, 8))
-        modules = (OrderedDict(self_attn=_Ops(ops), mlp=_Ops(ops)) for _ in range(LAYERS))
-        self.layers = nn.ModuleList(map(nn.Sequential, modules))
+        self.layers = nn.ModuleList(
+            nn.Sequential(OrderedDict(self_attn=_Ops(ops), mlp=_Ops(ops))) for _ in range(LAYERS)
+        )
 
     def forward(self) -> torch.Tensor:
         hidden = self.weight + 0

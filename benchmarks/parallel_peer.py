@@ -304,8 +304,9 @@ class Subject:
             self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=layout)
         else:
             self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-            sequence = {"sequence_parallel_enabled": case.sequence_parallel}
-            settings = ParallelConfig(tensor_parallel_size=RANKS, **sequence)
+            settings = ParallelConfig(
+                tensor_parallel_size=RANKS, sequence_parallel_enabled=case.sequence_parallel
+            )
             reduce_dtype = torch.float32 if case.reduces_in_float32 else None
             patch_model(self.model, settings, dist.group.WORLD, reduce_dtype=reduce_dtype)
         self.model.train()

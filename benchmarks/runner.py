@@ -350,7 +350,7 @@ class Session:
             record = replace(record, **measured)
         except MeasureError as error:
             cut = error.status == "timed out" and limit_s < own_s
-            record.status = "left out" if cut else error.status  # type: ignore[assignment]
+            record.status = "left out" if cut else error.status
             record.reason = "the time of the run was over" if cut else error.reason
             record.traceback = error.told
         record.wall_s = self.clock() - started

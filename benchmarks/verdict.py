@@ -433,7 +433,7 @@ def _out_of_memory(rows: Sequence[Row]) -> Iterator[Finding]:
     """Claim 16: a training with 0.6 of the memory that it needs succeeds; one with 0.3 says what it needs."""
     found = {row["method"]: row for row in of_kind(rows, "out of memory") if row["status"] == "measured"}
 
-    def wrong_losses(row: Row) -> float:
+    def wrong_losses(row: Row) -> int:
         expected = found["plain"]["losses"] if "plain" in found else []
         same = sum(one == other for one, other in zip(expected, row["losses"], strict=False))
         return max(len(expected), len(row["losses"])) - same

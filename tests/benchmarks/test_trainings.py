@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,22 +46,20 @@ def test_states_on_the_host_train_to_the_same_bits() -> None:
     for case, row in zip(STATES_CASES, rows, strict=True):
         assert (row.step_ms or 0) > (row.optimizer_ms or 0) > 0
         assert row.state_bytes > 0
-        if case.resident is not None:
-            assert row.moved_bytes >= 1.8 * row.state_bytes
-            assert row.stall_ms > 0
-            assert row.pinning_ms > 0
-            assert row.freed_share >= 0.9
-        else:
+        if case.resident is None:
             assert row.freed_share == 0.0
-        assert not torch.are_deterministic_algorithms_enabled()
+        else:
+            assert row.moved_bytes >= 1.8 * row.state_bytes
+            assert min(row.stall_ms, row.pinning_ms) > 0
+            assert row.freed_share >= 0.9
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.slow
 def test_out_of_memory_is_survived_where_it_can_be() -> None:
     plain = train(OUT_OF_MEMORY_CASES[0], MEMORY, None, CPU)
-    without, planned, hopeless = (
-        train(case, MEMORY, plain.peak_bytes, CPU) for case in OUT_OF_MEMORY_CASES[1:]
-    )
+    others = (train(case, MEMORY, plain.peak_bytes, CPU) for case in OUT_OF_MEMORY_CASES[1:])
+    without, planned, hopeless = others
     assert planned.losses == plain.losses
     assert planned.evicted_bytes > 0 == plain.evicted_bytes
     assert (without.losses, planned.phases[-1]) == ([], "stable")
@@ -95,10 +94,10 @@ def test_a_limit_is_a_share_of_what_plain_needed() -> None:
     reason = "what plain needs was not measured"
     planned = jobs["planned at 0.6"]
     assert planned.request(records) == reason
-    about = {"kind": OUT_OF_MEMORY, "workload": MEMORY.name}
-    records.put(Training(PLAIN, peak_bytes=100, error="OutOfMemoryError: all of it", **about))
+    about: dict[str, Any] = {"kind": OUT_OF_MEMORY, "workload": MEMORY.name, "peak_bytes": 100}
+    records.put(Training(PLAIN, error="OutOfMemoryError: all of it", **about))
     assert planned.request(records) == reason
-    records.put(Training(PLAIN, peak_bytes=100, **about))
+    records.put(Training(PLAIN, **about))
     request = planned.request(records)
     assert isinstance(request, dict)
     assert request["needed_bytes"] == 100

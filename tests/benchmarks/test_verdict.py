@@ -257,7 +257,7 @@ def test_each_bound_can_fail(
     assert run(tmp_path, rows) == 1
 
 
-def judged(rows: list[Row], start: str) -> list[tuple[str, str, float | None]]:
+def judged(rows: list[Row], start: str) -> list[tuple[str, str, Any]]:
     """Return verdict, remark and number of the findings whose claims begin so."""
     found = [one for one in judge(rows) if one.claim.startswith(start)]
     return [

@@ -209,7 +209,6 @@ class Row:
     """One case on one workload; times in microseconds per saved tensor, less those without hooks.
 
     Args:
-        workload, case: names of the workload and the case.
         saved_tensors: calls of pack in one step.
         offloads: storages copied out in one step.
         step_ms: median time of forward and backward, hooks included.

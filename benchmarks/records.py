@@ -81,8 +81,7 @@ class Result(Record):
 
     Args:
         method: name of the row; ours begin with ``actswap``.
-        compiled: whether the layers are compiled.
-        model, layers, seq, batch: shapes; ``seq`` in tokens.
+        seq: tokens of a sequence.
         head: whether this is the whole model with its loss; otherwise the decoder stack.
         ms: median of the timed steps, forward and backward, device-synchronised.
         activation_bytes: the most device memory above parameters, gradients and input, in the timed steps.
@@ -93,10 +92,7 @@ class Result(Record):
         loss: loss of the whole model; for a stack the mean of output times the fixed gradient at the output.
         grad_norm: norm of all weights' gradients.
 
-        dtype: type of weights and activations.
-        config: configuration of the method.
-        step_ms: time of every step in order, warm-up first.
-        warmup_steps: how many of them are warm-up.
+        step_ms: time of every step in order, ``warmup_steps`` of them first.
         first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
         first_step_pinning_ms: the part of ``first_step_ms`` in which our engine page-locked host memory;
             ``pinning_ms``: that time until the last step.

@@ -151,11 +151,8 @@ class Training(Record):
     """The result of one training under a memory limit.
 
     Args:
-        method: name of the case.
         share: memory limit as a fraction of plain's peak; ``limit_bytes``: in bytes; ``None``: no limit.
-        losses: loss of each step.
-        step_ms: time of each step.
-        phases: the planner's phase in each step.
+        losses, step_ms, phases: loss, time and the planner's phase of each step.
         peak_bytes: the most that the allocator held in any step, except in warm-up, where the planner itself
             reads and resets the counter.
         stable_peak_bytes: the same in stable steps only.
@@ -182,7 +179,6 @@ class StatesRow(Record):
     """One case of the optimizer's states; times are medians over the measured steps.
 
     Args:
-        method: name of the case.
         step_ms: time of forwards, backwards and the optimizer's step.
         optimizer_ms: time of the optimizer's step alone, as the device sees it.
         state_bytes: bytes of the optimizer's states.

@@ -78,9 +78,5 @@ def useless(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def differing(found: Mapping[str, Fingerprint], expected: Mapping[str, Fingerprint]) -> list[str]:
     """Return the names whose fingerprints differ or that only one side has."""
-
-    def names() -> Iterator[str]:
-        yield from (name for name, value in found.items() if expected.get(name) != value)
-        yield from sorted(set(expected) - set(found))
-
-    return list(names())
+    changed = [name for name, value in found.items() if expected.get(name) != value]
+    return [*changed, *sorted(set(expected) - set(found))]

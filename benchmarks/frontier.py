@@ -28,8 +28,6 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.records import (
     Record,
@@ -39,15 +37,15 @@ from benchmarks.records import (
     device_named,
     file_name,
     origin,
+    print_table,
     results_folder,
 )
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
-from benchmarks.runner import Session, answerer, frontier_jobs
+from benchmarks.runner import Session, again_asked, answerer, frontier_jobs
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")
 """Arguments that replace a preset's value."""
-_HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swapped MiB", "stall ms")
 
 
 def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
@@ -66,13 +64,7 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
         getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile")
     ):
         path = results_folder() / f"frontier_{file_name(about['device'])}_{datetime.now():%Y%m%d}.json"
-    again = arguments.again
-    session = Session(
-        Records(path),
-        answerer(device, rows)[0],
-        about,
-        lambda name: again is not None and (not again or name in again),
-    )
+    session = Session(Records(path), answerer(device, rows)[0], about, again_asked(arguments.again))
     compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
     chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     done: list[Record] = []
@@ -80,7 +72,7 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
         jobs = frontier_jobs([workload], with_bases(chosen, rows), compiling)
         done += session.run(jobs, _say)
         lines = [line for job in jobs if (line := session.find(job)) is not None]
-        print_table(workload, [Result(**line) for line in lines])
+        print_results(workload, [Result(**line) for line in lines])
     if path:
         _say(f"written: {path}")
     return 1 if any(_is_bad(record) for record in done) else 0
@@ -110,23 +102,14 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
     parser.add_argument("--steps", type=int, help="timed steps per row (default: the preset's)")
     names = [row.name for row in rows]
     parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW")
-    parser.add_argument(
-        "--again",
-        nargs="*",
-        choices=[EAGER.name, *names],
-        metavar="ROW",
-        help="measure rows again that the results hold (default: all of them)",
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="measure rows that compile (default: not on the CPU)",
-    )
+    again = "measure rows again that the results hold (default: all of them)"
+    parser.add_argument("--again", nargs="*", choices=[EAGER.name, *names], metavar="ROW", help=again)
+    compiled = "measure rows that compile (default: not on the CPU)"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
     parser.add_argument("--out", type=Path, help="JSON file (default: in results/, complete runs only)")
     arguments = parser.parse_args(argv)
     for name in ("layers", "tokens", "steps"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
+        if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"argument --{name}: at least 1, found {value}")
     return arguments
 
@@ -134,8 +117,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
 def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Workload]:
     """Return the presets for the device, changed as the options say, and scaled down to its memory."""
     suited = DEFAULT_PRESETS["cpu" if device.type == "cpu" else "accelerator"]
-    asked = {name: getattr(arguments, name) for name in _CHANGES}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name in _CHANGES if (value := getattr(arguments, name))}
     workloads = [replace(PRESETS[name], **changes) for name in arguments.preset or suited]
     if device.type == "cpu":
         return workloads
@@ -143,53 +125,34 @@ def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Work
     return [fitted(workload, free_bytes) for workload in workloads]
 
 
-def print_table(workload: Workload, results: Sequence[Result], console: Console | None = None) -> None:
-    """Print one line per measured row, and below the reasons and differences of rows that have some.
-
-    Args:
-        workload: the workload, for the title.
-        results: the rows, eager first.
-        console: where to print; by default the standard output.
-    """
-    console = console_of(console)
+def print_results(workload: Workload, results: Sequence[Result]) -> None:
+    """Print one line per measured row, and below the reasons and differences of rows that have some."""
+    measured = [result for result in results if result.status == "measured"]
     title = f"{workload.name}: {workload.title}, forward + backward; x: against eager"
-    table = Table(title=title, title_justify="left")
-    table.add_column("row", no_wrap=True)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("exact", no_wrap=True)
-    for result in [result for result in results if result.status == "measured"]:
-        table.add_row(*_cells(result))
-    console.print(table)
+    print_table([_cells(result) for result in measured], title)
     for result in results:
         if result.reason or result.differing:
             differs = f"differs in {', '.join(result.differing[:5])}" if result.differing else ""
-            console.print(
-                f"{result.method}: {result.status}. {result.reason}{differs}", markup=False, highlight=False
-            )
+            text = f"{result.method}: {result.status}. {result.reason}{differs}"
+            console_of().print(text, markup=False, highlight=False)
 
 
-def _cells(result: Result) -> list[str]:
-    return [
-        result.method,
-        "-" if result.ms is None else f"{result.ms:.1f}",
-        _ratio(result, "ms"),
-        _mebibytes(result.activation_bytes),
-        _ratio(result, "activation"),
-        _mebibytes(result.peak_reserved_bytes),
-        _mebibytes(result.host_bytes),
-        _mebibytes(result.swapped_bytes),
-        "-" if result.stall_ms is None else f"{result.stall_ms:.2f}",
-        "-" if result.exact is None else "yes" if result.exact else "NO",
-    ]
+def _cells(result: Result) -> dict[str, object]:
+    def mebibytes(value: float | None) -> float | None:
+        return None if value is None else value / 2**20
 
-
-def _ratio(result: Result, name: str) -> str:
-    return f"{result.ratios[name]:.2f}" if name in result.ratios else "-"
-
-
-def _mebibytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 2**20:.1f}"
+    return {
+        "row": result.method,
+        "ms": result.ms,
+        "x ms": result.ratios.get("ms"),
+        "activation MiB": mebibytes(result.activation_bytes),
+        "x activation": result.ratios.get("activation"),
+        "reserved MiB": mebibytes(result.peak_reserved_bytes),
+        "host MiB": mebibytes(result.host_bytes),
+        "swapped MiB": mebibytes(result.swapped_bytes),
+        "stall ms": result.stall_ms,
+        "exact": "-" if result.exact is None else "yes" if result.exact else "NO",
+    }
 
 
 if __name__ == "__main__":

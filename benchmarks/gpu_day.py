@@ -55,6 +55,7 @@ from benchmarks.runner import (
     Session,
     Suite,
     Worker,
+    again_asked,
     frontier_jobs,
     longest_jobs,
     run_suite,
@@ -91,12 +92,10 @@ _MOST_LOG_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Stage:
-    """What is measured in one stage.
+    """What is measured in one stage, in this order.
 
     Args:
-        title: title for the log.
         limit_s: seconds that the stage may take.
-        tests: suites of tests that run before the rows.
         rows: presets, each with its rows, the most important first; a row whose estimate exceeds the time
             that is left is left out, and the next may fit.
         trainings: kinds of trainings in `benchmarks.trainings`.
@@ -126,8 +125,7 @@ GPU_TESTS = (
     *("tests/engine/test_gpu.py", "tests/planner/test_gpu_planner.py"),
     *("tests/planner/test_gpu_optimizer_states.py", "tests/engine/test_slabs.py"),
     *("tests/engine/test_with_liger.py", "tests/parallel/test_random_streams.py"),
-    *("tests/benchmarks/test_frontier_methods.py", "tests/benchmarks/test_machine.py"),
-    *("tests/robustness/test_growth.py",),
+    *("tests/benchmarks/test_frontier_methods.py", "tests/robustness/test_growth.py"),
 )
 
 CLAIMS = (
@@ -179,11 +177,8 @@ STAGES = {
         "the rest of the curves",
         460,
         rows=(
-            ("7b-8k", (*_PEERS, *_CURVE)),
-            ("7b-32k", (*_PEERS, *_CURVE)),
-            ("8b-8k-model", _ALL),
-            ("7b-8k", _ALL),
-            ("7b-32k", _ALL),
+            *((preset, (*_PEERS, *_CURVE)) for preset in ("7b-8k", "7b-32k")),
+            *((preset, _ALL) for preset in ("8b-8k-model", "7b-8k", "7b-32k")),
         ),
     ),
     8: Stage("32B with LoRA, frozen weights on the host, 8k", 460, trainings=(FROZEN_8K,)),
@@ -233,12 +228,13 @@ STAND_INS: dict[str, Workload] = {
     for name in ("7b-8k", "7b-32k", "8b-8k-model")
 }
 """Tiny workloads in place of the presets, for a dry run on the CPU."""
+_TINY = Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0)
 TINY_SIZES = {
     OUT_OF_MEMORY: Sizes("tiny", 4, 2, 64, 64, 64, expected_s=2.0),
-    OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
-    FROZEN_8K: Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0),
-    FROZEN_32K: Sizes("tiny", 2, 3, 64, 64, 256, expected_s=2.0),
-    FROZEN_PEERS: Sizes("tiny", 2, 3, 64, 32, 256, expected_s=2.0),
+    OPTIMIZER_STATES: replace(_TINY, layers=2, min_tensor_bytes=1024),
+    FROZEN_8K: _TINY,
+    FROZEN_32K: replace(_TINY, tokens=64),
+    FROZEN_PEERS: _TINY,
 }
 _TINY_LONGEST_TOKENS = 128
 _FIRST_LONGEST_TOKENS = 2**15
@@ -248,10 +244,7 @@ _FIRST_LONGEST_TOKENS = 2**15
 class Machine:
     """The device of this machine, found without touching it: this process must survive the device's faults.
 
-    Args:
-        device: the device's name for PyTorch.
-        name: name of the hardware.
-        memory_bytes: memory of the device; ``None``: not known, and workloads are not scaled down to it.
+    ``device`` is its name for PyTorch. To ``memory_bytes`` workloads are scaled down; ``None``: not known.
     """
 
     device: str
@@ -269,12 +262,10 @@ class Machine:
             name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
             return cls(device or "cuda:0", name.strip(), int(mebibytes) * 2**20)
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-            if device is None:
-                raise SystemExit(
-                    "no accelerator: nvidia-smi does not answer. Name another's with --device; a dry run on "
-                    "the CPU is --device cpu"
-                ) from None
-            return cls(device, device)
+            if device is not None:
+                return cls(device, device)
+            problem = "no accelerator: nvidia-smi does not answer. Name another's with --device"
+            raise SystemExit(f"{problem}; a dry run on the CPU is --device cpu") from None
 
     @property
     def is_cpu(self) -> bool:  # a dry run
@@ -316,18 +307,16 @@ def _workload(preset: str, machine: Machine) -> Workload:
 def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
     """Yield the commands of a half hour on a borrowed machine, each after a comment with its budget.
 
-    Each is one line of bash, run from the repository's root. Results stay in a folder of that machine, from
-    which the next command continues; ``out_folder``, as its shell reads it, is fetched after each command
-    and empty at the beginning of the next.
+    Each is one line of bash. Results stay in a folder of that machine, from which the next command continues;
+    ``out_folder``, as its shell reads it, is fetched after each command and empty at the next.
     """
     known = commit(REPOSITORY)
     yield f"# half hour {number}: copy the tree and {CARRIED}/ (make gpu-carry) along with each"
     if known["dirty"]:
         yield "# tracked files differ from the commit that the results will name"
     before = f'export {RESULTS_VARIABLE}="${{TMPDIR:-/tmp}}/hf_actswap_results" '
-    before += (
-        f'{COMMIT_VARIABLE}={known["id"] or ""} PYTHONPATH="$PWD/{CARRIED}"; mkdir -p "${RESULTS_VARIABLE}"; '
-    )
+    before += f'{COMMIT_VARIABLE}={known["id"] or ""} PYTHONPATH="$PWD/{CARRIED}"; '
+    before += f'mkdir -p "${RESULTS_VARIABLE}"; '
     if out_folder is not None:
         before += f'trap \'tar -czf "{out_folder}/{ARCHIVE}" -C "${RESULTS_VARIABLE}" .\' EXIT; '
     for place, (title, arguments, budget_s) in enumerate(HALF_HOURS[number - 1], 1):
@@ -351,25 +340,17 @@ class Day:
             self.environment["OMP_NUM_THREADS"] = "1"
         self.worker = Worker(machine.device, self.stderr, self.environment)
         self.place = Place(self.stderr, self.environment, options.processes, self.say)
+        about = {name: metadata.version(name) for name in ("torch", "transformers")}
+        about |= {"device": machine.name, "commit": commit(REPOSITORY)["id"]}
+        records, asked = Records(self.folder / file, RESULTS / file), again_asked(options.again)
         self.session = Session(
-            Records(self.folder / file, RESULTS / file),
-            self.worker,
-            {
-                "device": machine.name,
-                "commit": commit(REPOSITORY)["id"],
-                **{name: metadata.version(name) for name in ("torch", "transformers")},
-            },
-            lambda name: (
-                name in _REPEATED_NAMES
-                or (options.again is not None and (not options.again or name in options.again))
-            ),
+            records, self.worker, about, lambda name: name in _REPEATED_NAMES or asked(name)
         )
 
     def say(self, text: str) -> None:
         """Print a line, and add it to the log."""
         line = f"{datetime.now():%H:%M:%S} {text}"
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        print(line, flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "gpu_day.log").open("a", encoding="utf-8") as log:
             log.write(f"{line}\n")
@@ -381,13 +362,12 @@ class Day:
         self.say("expandable segments are refused: claims about reserved memory are not judged")
         self.environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
         self.worker.stop()
-        self.session.forget_origin()
-        self._refuses_segments()
+        self._refuses_segments(again=True)
 
-    def _refuses_segments(self) -> bool:
+    def _refuses_segments(self, again: bool = False) -> bool:
         """Say what is found; return whether segments cannot grow, or the device fails, perhaps for that."""
         try:
-            found = self.session.learn_origin()["environment"]["hardware"]
+            found = self.session.learn_origin(again)["environment"]["hardware"]
         except MeasureError as error:
             self.say(f"{self.machine.name} does not answer: {error}\n{error.told}")
             return error.status == "failed"
@@ -422,13 +402,13 @@ class Day:
         """Print all rows of stages, their estimated times, and which are in the results."""
         for number in numbers:
             stage = STAGES[number]
-            sys.stdout.write(f"stage {number}: {stage.title}, at most {stage.limit_s:.0f} s\n")
+            print(f"stage {number}: {stage.title}, at most {stage.limit_s:.0f} s")
             for tests in stage.tests:
-                sys.stdout.write(f"  {tests.name}: {' '.join(tests.paths)}\n")
+                print(f"  {tests.name}: {' '.join(tests.paths)}")
             for job in jobs_of(stage, self.machine, self.options.compile):
                 line = self.session.find(job)
                 state = "not measured" if line is None else line["status"]
-                sys.stdout.write(f"  {job.title}: about {job.estimate_s(self.session):.0f} s, {state}\n")
+                print(f"  {job.title}: about {job.estimate_s(self.session):.0f} s, {state}")
 
     def _is_asked(self, job: Job) -> bool:
         return not self.options.only or getattr(job.blank(), "method", "") in self.options.only
@@ -461,33 +441,20 @@ def _numbers(text: str) -> list[int]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument(
-        "--stage", nargs="+", type=_numbers, metavar="N", help="numbers, or ranges as 1-4 (default: all)"
-    )
-    parser.add_argument(
-        "--half-hour",
-        type=int,
-        choices=(1, 2),
-        nargs="?",
-        const=0,
-        help="print the commands for a borrowed machine",
-    )
-    parser.add_argument(
-        "--out-folder",
-        metavar="FOLDER",
-        help="with --half-hour: a folder whose contents are fetched after each command, such as '$OUT'",
-    )
+    stages = "numbers, or ranges as 1-4 (default: all)"
+    parser.add_argument("--stage", nargs="+", type=_numbers, metavar="N", help=stages)
+    half_hour = parser.add_argument("--half-hour", type=int, choices=(1, 2), nargs="?", const=0)
+    half_hour.help = "print the commands for a borrowed machine"
+    parser.add_argument("--out-folder", help="with --half-hour: what is fetched after each, such as '$OUT'")
     parser.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
     parser.add_argument("--device", help="default: the NVIDIA GPU, where there is one; cpu: a dry run, tiny")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="of the rows, not of the tests")
-    parser.add_argument(
-        "--again", nargs="*", metavar="ROW", help="measure again what the results hold (default: all of it)"
-    )
+    again = "measure again what the results hold (default: all of it)"
+    parser.add_argument("--again", nargs="*", metavar="ROW", help=again)
     parser.add_argument("--minutes", type=float, help="of each stage (default: its own)")
     parser.add_argument("--processes", type=int, default=4, help="that run tests at once, at most")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="default: not on the CPU, where it is slow"
-    )
+    slow = "default: not on the CPU, where it is slow"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=slow)
     options = parser.parse_args(argv)
     options.stage = [number for numbers in options.stage or [list(STAGES)] for number in numbers]
     return options
@@ -501,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.half_hour is not None:
         for number in (options.half_hour,) if options.half_hour else (1, 2):
             for line in half_hour(number, options.out_folder):
-                sys.stdout.write(f"{line}\n")
+                print(f"{line}")
         return 0
     machine = Machine.found(options.device)
     if options.compile is None:

@@ -156,7 +156,10 @@ def measure_row(
         return result
     _clean_up(step)
     pinned_before = pinned_bytes(step.device)
-    result.baseline_bytes = _baseline_bytes(step)
+    is_cpu = step.device.type == "cpu"
+    result.baseline_bytes = (
+        step.baseline_bytes() if is_cpu else torch.accelerator.memory_allocated(step.device)
+    )
     try:
         with row.setup(step, result.config) as applied:
             if isinstance(applied, Planned):
@@ -164,7 +167,9 @@ def measure_row(
             _fill_times(result, step, applied)
             _fill_host_bytes(result, step, applied, pinned_before)
             _fill_cpu_bytes(result, step)
-            _fill_outcome(result, step, row, reference)
+            found = _outcome(result, step, row)
+            if reference is not None and not row.compiles:
+                _fill_exactness(result, found, reference)
     except Exception as error:
         _note_failure(result, error)
     _clean_up(step)
@@ -194,12 +199,6 @@ def _note_failure(result: Result, error: Exception) -> None:
         result.traceback = traceback.format_exc()
 
 
-def _baseline_bytes(step: TrainingStep) -> int:
-    if step.device.type == "cpu":
-        return step.baseline_bytes()
-    return torch.accelerator.memory_allocated(step.device)
-
-
 def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Planned | None) -> None:
     """Run warm-up and timed steps; the peaks and the engine's counters are those of the timed ones.
 
@@ -218,14 +217,13 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
     before = applied.stats() if applied else None
     if step.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(step.device)
-    timed, peaks = [], []
+    peaks = []
     for _ in range(step.workload.steps):
-        timed.append(timed_step_ms(step))
+        result.step_ms.append(timed_step_ms(step))
         if step.device.type != "cpu":
             accelerator, device = torch.accelerator, step.device
             peaks.append((accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)))
-    result.step_ms += timed
-    result.ms = statistics.median(timed)
+    result.ms = statistics.median(result.step_ms[-step.workload.steps :])
     if peaks and result.baseline_bytes is not None:
         result.peak_allocated_bytes, result.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
         result.activation_bytes = result.peak_allocated_bytes - result.baseline_bytes
@@ -258,15 +256,12 @@ def _compile_time() -> Iterator[list[float]]:
 
 
 def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
-
     def per_step(value: float) -> float:  # a fraction of a byte: the steps were not alike
         return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
 
     result.swapped_bytes = per_step(total.offloaded_bytes)
-    result.prefetched_bytes = per_step(total.prefetched_bytes)
-    result.stalls = per_step(total.stalls)
-    result.stall_ms = per_step(total.stall_ms)
-    result.recomputes = per_step(total.recomputes)
+    for name in ("prefetched_bytes", "stalls", "stall_ms", "recomputes"):
+        setattr(result, name, per_step(getattr(total, name)))
     result.rejected_bytes = per_step(sum(total.rejected.values()))
     result.pinning_ms = total.pinning_ms
 
@@ -302,15 +297,12 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
     result.peak_allocated_bytes = result.baseline_bytes + meter.peak_bytes()
 
 
-def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
-    found = _outcome(result, step, row)
-    if row.compiles or reference is None:
-        return
+def _fill_exactness(result: Result, found: dict[str, Fingerprint], reference: Reference) -> None:
     if reference.fault:
         result.reason = f"exactness cannot be judged: {reference.fault}"
-        return
-    result.differing = differing(found, reference.expected)
-    result.exact = not result.differing
+    else:
+        result.differing = differing(found, reference.expected)
+        result.exact = not result.differing
 
 
 def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerprint]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -127,7 +127,15 @@ def actswap_plan(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[Pla
         options: ``memory``: keys of that section; ``budget_bytes``: the budget that they give.
     """
     planned = _start(step, options)
-    before, step.context = step.context, _ending_steps(step.context, planned.planner)
+    before = step.context
+
+    @contextmanager
+    def ending_steps() -> Iterator[None]:
+        with before():
+            yield
+        planned.planner.step_ended()
+
+    step.context = ending_steps
     try:
         while planned.planner.phase != "stable" and len(planned.step_ms) < MOST_STEPS:
             planned.step_ms.append(timed_step_ms(step))
@@ -146,22 +154,9 @@ def _start(step: TrainingStep, options: Mapping[str, Any]) -> Planned:
         meter = CountingMeter()
         leaves = step.leaves().values()
         meter.own(item for leaf in leaves for item in (leaf.detach(), leaf.grad) if item is not None)
-    training = PlannedTraining(
-        step.model, shape, resolve_plan(config, shape), config.memory, counts_steps=False
-    )
+    plan = resolve_plan(config, shape)
+    training = PlannedTraining(step.model, shape, plan, config.memory, counts_steps=False)
     return Planned(plan_while_training(training, meter=meter), options["budget_bytes"])
-
-
-def _ending_steps(
-    inner: Callable[[], AbstractContextManager[Any]], planner: Planner
-) -> Callable[[], AbstractContextManager[Any]]:
-    @contextmanager
-    def around_a_step() -> Iterator[None]:
-        with inner():
-            yield
-        planner.step_ended()
-
-    return around_a_step
 
 
 def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:
@@ -181,10 +176,9 @@ Obstacle = Callable[[TrainingStep], str]
 """Function of a step that returns why a row cannot be measured with it; ``""``: it can."""
 
 
-@contextmanager
-def nothing(_step: TrainingStep, _options: object) -> Iterator[None]:
+def nothing(_step: TrainingStep, _options: object) -> AbstractContextManager[None]:
     """Leave the model as it is."""
-    yield None
+    return nullcontext()
 
 
 @contextmanager
@@ -204,18 +198,15 @@ def _checkpointing_verb(model: Any, verb: str) -> Callable[..., None]:
     return method or getattr(model, f"gradient_checkpointing_{verb}")
 
 
-@contextmanager
-def save_on_cpu(step: TrainingStep, _options: object) -> Iterator[None]:
+def save_on_cpu(step: TrainingStep, _options: object) -> AbstractContextManager[None]:
     """Put ``torch.autograd.graph.save_on_cpu`` around every step: all saved tensors, weights included."""
-    device_type = step.device.type
-    hooks = torch.autograd.graph.save_on_cpu
-    yield from _with_context(step, lambda: hooks(pin_memory=device_type != "cpu", device_type=device_type))
+    kind = step.device.type
+    return _with_context(step, lambda: torch.autograd.graph.save_on_cpu(kind != "cpu", device_type=kind))
 
 
-@contextmanager
-def flash_attention(step: TrainingStep, _options: object) -> Iterator[None]:
+def flash_attention(step: TrainingStep, _options: object) -> AbstractContextManager[None]:
     """Run every step with flash attention, as those that compare gradients do, and not with the default."""
-    yield from _with_context(step, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    return _with_context(step, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
 
 
 @contextmanager
@@ -231,7 +222,8 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
         if (options or {}).get("checkpointing"):
             stack.enter_context(hf_checkpointing(step, None))
         manager = module.get_act_offloading_ctx_manager(step.model, warn_if_no_head=False)
-        yield from _with_context(step, lambda: manager)
+        stack.enter_context(_with_context(step, lambda: manager))
+        yield None
 
 
 @contextmanager
@@ -254,6 +246,7 @@ def liger_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -
         yield None
 
 
+@contextmanager
 def _with_context(step: TrainingStep, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     before, step.context = step.context, context
     try:
@@ -265,19 +258,15 @@ def _with_context(step: TrainingStep, context: Callable[[], AbstractContextManag
 @contextmanager
 def _hooks_restored(model: nn.Module) -> Iterator[None]:
     """At the end of the block remove the forward hooks that were added in it, also those without a handle."""
-    before = {module: _hook_tables(module) for module in model.modules()}
-    known = {module: [set(table) for table in tables] for module, tables in before.items()}
+    names = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+    tables = [getattr(module, name) for module in model.modules() for name in names]
+    before = [set(table) for table in tables]
     try:
         yield
     finally:
-        for module, tables in before.items():
-            for table, keys in zip(tables, known[module], strict=True):
-                for key in [key for key in table if key not in keys]:
-                    del table[key]
-
-
-def _hook_tables(module: nn.Module) -> list[Any]:
-    return [module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called]
+        for table, known in zip(tables, before, strict=True):
+            for key in set(table) - known:
+                del table[key]
 
 
 @contextmanager
@@ -295,7 +284,9 @@ def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[
     layers = step.decoder_layers
     budget = options.get("memory_budget", 1.0)
     with ExitStack() as stack:
-        stack.callback(_uncompile, layers)
+        stack.callback(torch._dynamo.reset)
+        for layer in layers:  # there is no public way back from Module.compile
+            stack.callback(setattr, layer, "_compiled_call_impl", None)
         # Read while the layers are traced, in the first steps: the setting must outlast this function.
         stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
         if options.get("checkpointing"):
@@ -310,21 +301,9 @@ def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[
         yield applied
 
 
-def _uncompile(layers: list[nn.Module]) -> None:
-    for layer in layers:
-        layer._compiled_call_impl = None  # there is no public way back from Module.compile
-    torch._dynamo.reset()
-
-
-@contextmanager
-def actswap(step: TrainingStep, config: Any) -> Iterator[AppliedPlan]:
-    """Apply a configuration of hf_actswap."""
-    with hf_actswap.apply(step.model, config) as applied:
-        yield applied
-
-
-def no_obstacle(_step: TrainingStep) -> str:
-    return ""
+def actswap(step: TrainingStep, config: Any) -> Any:
+    """Apply a configuration of hf_actswap; return the `AppliedPlan`, which takes it off again at exit."""
+    return hf_actswap.apply(step.model, config)
 
 
 def no_device(step: TrainingStep) -> str:
@@ -332,21 +311,19 @@ def no_device(step: TrainingStep) -> str:
 
 
 def no_offload_option(step: TrainingStep) -> str:
-    if "offload" not in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters:
-        return no_device(step) or "this version of transformers cannot offload what its checkpointing keeps"
-    return no_device(step)
+    offloads = "offload" in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters
+    missing = "" if offloads else "this version of transformers cannot offload what its checkpointing keeps"
+    return no_device(step) or missing
 
 
 def no_room_on_host(step: TrainingStep) -> str:
-    if no_device(step):
-        return no_device(step)
     workload = step.workload
     # A storage that is saved twice is copied twice, and transposed weights are copied too.
     of_a_layer = 1.4 * layer_saved_bytes(workload) + layer_weight_bytes(workload)
     needed = workload.layers * of_a_layer * _PINNED_OVER_SAVED
     available = available_bytes()
-    if available is None or needed <= _SHARE_OF_HOST_MEMORY * available:
-        return ""
+    if no_device(step) or available is None or needed <= _SHARE_OF_HOST_MEMORY * available:
+        return no_device(step)
     return f"about {needed / 2**30:.0f} GiB of pinned memory, of {available / 2**30:.0f} GiB that are free"
 
 

@@ -32,9 +32,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -45,13 +46,13 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
 import torch
-from rich.table import Table
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.records import REPOSITORY, RESULTS, commit, console_of, hardware, versions, write_json
-from hf_actswap.engine import AppliedPlan, Resources, Transfer, install
+from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, print_table, versions, write_json
+from benchmarks.workloads import PRESETS, Workload, llama_config
+from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
@@ -67,14 +68,10 @@ REFERENCE_IDENTITY_US = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, or hooks that do nothing, on a model.
+    """A plan of these ``rows``, or hooks that do nothing, on a model.
 
-    Args:
-        name: name in the results.
-        rows: rows of the plan; ``None``: no plan.
-        min_tensor_bytes: size under which the plan keeps a tensor.
-        bare_copies: whether copies do nothing (CPU).
-        bound_us: the most time of a saved tensor, on a machine with `REFERENCE_IDENTITY_US`.
+    ``bare_copies``: copies do nothing (CPU). ``bound_us``: the most time of a saved tensor, on a machine with
+    `REFERENCE_IDENTITY_US`.
     """
 
     name: str
@@ -89,10 +86,6 @@ def _swap(path: str) -> tuple[PlanRow, ...]:
     return tuple(PlanRow(layer, path, "swap", windows=windows) for layer in range(LAYERS))
 
 
-def _swap_by_op() -> tuple[PlanRow, ...]:
-    return (*_swap(""), *_swap("self_attn"))
-
-
 # With a row that matches nothing the hooks are installed, but every tensor is kept.
 _ELSEWHERE = (PlanRow("head", "", "swap", windows=Windows.of_prefetch(10)),)
 _HUGE_BYTES = 2**40
@@ -104,41 +97,33 @@ CASES = (
     Case("keep, layer rules, too small to swap", _swap(""), _HUGE_BYTES, bound_us=2.0),
     Case("keep, op rules", _swap("unmatched"), bound_us=5.0),
     Case("swap, layer rules", _swap(""), bound_us=20.0),
-    Case("swap, op rules", _swap_by_op(), bound_us=20.0),
+    Case("swap, op rules", (*_swap(""), *_swap("self_attn")), bound_us=20.0),
     Case("swap, bare copies", _swap(""), bare_copies=True, bound_us=20.0),
 )
 
 
-class _ChainModule(nn.Module):
-    def __init__(self, ops: int) -> None:
+class _Ops(nn.Module):
+    """A chain of cheap ops, each of which saves its input and nothing else."""
+
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.ops = ops
+        self.count = count
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.ops):
-            hidden = hidden.sin()  # saves its input, and nothing else
+        for _ in range(self.count):
+            hidden = hidden.sin()
         return hidden
 
 
-class _ChainLayer(nn.Module):
-    """A module with the names of a decoder layer: two modules of cheap ops."""
-
-    def __init__(self, ops: int) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = _ChainModule(ops), _ChainModule(ops)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.mlp(self.self_attn(hidden))
-        return result
-
-
 class Chain(nn.Module):
-    """Layers of cheap ops, ``ops`` in each of their modules, on a tensor of shape (8, 8)."""
+    """Layers of cheap ops, ``ops`` in each of their two modules, on a tensor of shape (8, 8)."""
 
     def __init__(self, ops: int = OPS_PER_MODULE) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8, 8))
-        self.layers = nn.ModuleList(_ChainLayer(ops) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(OrderedDict(self_attn=_Ops(ops), mlp=_Ops(ops))) for _ in range(LAYERS)
+        )
 
     def forward(self) -> torch.Tensor:
         hidden = self.weight + 0
@@ -148,37 +133,27 @@ class Chain(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama with these ``sizes`` (arguments of ``LlamaConfig``) and its loss.
+    """A Llama with its loss on ``ids``; on another device than the CPU weights have no values."""
 
-    On another device than the CPU weights have no values.
-    """
-
-    def __init__(self, ids: torch.Tensor, device: str, dtype: torch.dtype, **sizes: int) -> None:
+    def __init__(self, workload: Workload, ids: torch.Tensor, device: str) -> None:
         super().__init__()
-        config = LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **sizes)
         with torch.device("cpu" if device == "cpu" else "meta"):
-            model = LlamaForCausalLM(config).to(dtype)
+            model = LlamaForCausalLM(llama_config(workload)).to(workload.torch_dtype)
         self.model = model if device == "cpu" else model.to_empty(device=device)
         self.register_buffer("ids", ids)
 
     def forward(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         return loss
 
 
-_TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_7B = {"hidden_size": 4096, "intermediate_size": 11008}
+_LLAMA = Workload("llama", "tiny", LAYERS, 16, 32, 48, 4, 2, 64, head=True, dtype="float32")
+_7B = replace(PRESETS["7b-8k"], layers=LAYERS, head=True)
 WORKLOADS: dict[str, Callable[[], nn.Module]] = {
     "chain": Chain,
     "long chain": partial(Chain, 3 * OPS_PER_MODULE),
-    "llama": partial(Llama, torch.arange(32).view(2, 16), "cpu", torch.float32, **_TINY),
-    "7b": partial(Llama, torch.zeros(1, 8192, dtype=torch.long), "cuda", torch.bfloat16, **_7B),
+    "llama": partial(Llama, _LLAMA, torch.arange(32).view(2, 16), "cpu"),
+    "7b": partial(Llama, _7B, torch.zeros(1, _7B.tokens, dtype=torch.long), "cuda"),
 }
 
 
@@ -207,21 +182,13 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 def saved_tensors(model: nn.Module) -> int:
     """Return how many tensors one forward saves."""
-    count = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return tensor
-
-    with saved_tensors_hooks(pack, same):
+    saved: list[None] = []
+    with saved_tensors_hooks(lambda _tensor: saved.append(None), same):
         model()
-    return count
+    return len(saved)
 
 
 WARMUP_ROUNDS = 5
-
-
 _COLUMNS = {
     "us": "us",
     "pack": "pack_us",
@@ -242,7 +209,6 @@ class Row:
     """One case on one workload; times in microseconds per saved tensor, less those without hooks.
 
     Args:
-        workload, case: names of the workload and the case.
         saved_tensors: calls of pack in one step.
         offloads: storages copied out in one step.
         step_ms: median time of forward and backward, hooks included.
@@ -290,20 +256,20 @@ class Subject:
         self.no_grad_s: list[float] = []
         self._recording: RecordingTransfer | None = None
         self.applied: AppliedPlan | None = None
-        if case.rows is not None:
-            transfer: Transfer | None = None
-            if device.type == "cpu":
-                transfer = self._recording = (
-                    BareTransfer() if case.bare_copies else RecordingTransfer(poison=False)
-                )
-            plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
-            self.applied = install(self.model, plan, model_structure(self.model), Resources(transfer))
+        if case.rows is None:
+            return
+        if device.type == "cpu":
+            self._recording = BareTransfer() if case.bare_copies else RecordingTransfer(poison=False)
+        plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
+        self.applied = install(self.model, plan, model_structure(self.model), Resources(self._recording))
 
     def step(self) -> None:
         """Time one step, and one forward without gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._settle()
+        if self._recording is not None:
+            self._recording.log.clear()
+        self._synchronize()
         start = time.process_time()
         with self._hooks():
             loss = self.model()
@@ -322,36 +288,20 @@ class Subject:
         self.no_grad_s.append(time.process_time() - start)
         self.model.train()
 
-    def offloads_of_a_step(self) -> int:
-        if self.applied is None:
-            return 0
-        before = self.applied.stats()
-        self.step()
-        return (self.applied.stats() - before).offloads
+    def forget_times(self) -> None:
+        for times_s in (self.forward_s, self.backward_s, self.no_grad_s):
+            times_s.clear()
+
+    def steps_s(self) -> list[float]:
+        return [sum(pair) for pair in zip(self.forward_s, self.backward_s, strict=True)]
 
     def _hooks(self) -> AbstractContextManager[Any]:
         identity = self.case.name == IDENTITY
         return saved_tensors_hooks(same, same) if identity else nullcontext()
 
-    def _settle(self) -> None:
-        if self._recording is not None:
-            self._recording.log.clear()
-        self._synchronize()
-
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-def passes_in_no_grad(subject: Subject) -> int:
-    """Return the forwards and copies that the engine counts in a forward without gradients; 0 is right."""
-    if subject.applied is None:
-        return 0
-    before = subject.applied.stats()
-    with torch.no_grad():
-        subject.model()
-    change = subject.applied.stats() - before
-    return change.forwards + change.offloads
 
 
 def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Case] = CASES) -> list[Row]:
@@ -365,6 +315,8 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
         for count in range(WARMUP_ROUNDS + rounds):
             first = count % len(subjects)
             for subject in (*subjects[first:], *subjects[:first]):
+                if count == WARMUP_ROUNDS:
+                    subject.forget_times()
                 subject.step()
             if count % 10 == 0:
                 gc.collect()
@@ -385,18 +337,27 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
 
 
 def _row(workload: str, subject: Subject, bare: Subject, saved: int) -> Row:
-    per_tensor = partial(_median_difference_us, count=saved)
-    whole, bare_whole = _steps_s(subject), _steps_s(bare)
+    def per_tensor(times_s: list[float], bare_s: list[float]) -> float:
+        return statistics.median(a - b for a, b in zip(times_s, bare_s, strict=True)) / saved * 1e6
+
+    whole, bare_whole = subject.steps_s(), bare.steps_s()
     row = Row(workload, subject.case.name, saved, bound_us=subject.case.bound_us)
     row.step_ms = statistics.median(whole) * 1e3
     row.step_ratio = min(whole) / min(bare_whole)
     row.us = per_tensor(whole, bare_whole)
-    row.pack_us = per_tensor(_measured(subject.forward_s), _measured(bare.forward_s))
-    row.unpack_us = per_tensor(_measured(subject.backward_s), _measured(bare.backward_s))
+    row.pack_us = per_tensor(subject.forward_s, bare.forward_s)
+    row.unpack_us = per_tensor(subject.backward_s, bare.backward_s)
     row.us_lowest = (min(whole) - min(bare_whole)) / saved * 1e6
-    row.no_grad_us = per_tensor(_measured(subject.no_grad_s), _measured(bare.no_grad_s))
-    row.offloads = subject.offloads_of_a_step()
-    row.passes_in_no_grad = passes_in_no_grad(subject)
+    row.no_grad_us = per_tensor(subject.no_grad_s, bare.no_grad_s)
+    if subject.applied is not None:
+        before = subject.applied.stats()
+        subject.step()
+        row.offloads = (subject.applied.stats() - before).offloads
+        before = subject.applied.stats()
+        with torch.no_grad():
+            subject.model()
+        change = subject.applied.stats() - before
+        row.passes_in_no_grad = change.forwards + change.offloads
     return row
 
 
@@ -414,35 +375,15 @@ def compare_chains(rows: Sequence[Row]) -> None:
             row.further_us = further[row.case] / further[IDENTITY] * REFERENCE_IDENTITY_US
 
 
-def _measured(times_s: list[float]) -> list[float]:
-    return times_s[WARMUP_ROUNDS:]
-
-
-def _steps_s(subject: Subject) -> list[float]:
-    forward, backward = _measured(subject.forward_s), _measured(subject.backward_s)
-    return [sum(pair) for pair in zip(forward, backward, strict=True)]
-
-
-def _median_difference_us(times_s: list[float], bare_s: list[float], count: int) -> float:
-    return statistics.median(a - b for a, b in zip(times_s, bare_s, strict=True)) / count * 1e6
-
-
-def print_table(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows, a table for each workload."""
     for workload in dict.fromkeys(row.workload for row in rows):
-        of_workload = [row for row in rows if row.workload == workload]
-        title = f"{workload}: {of_workload[0].saved_tensors} saved tensors, us for each"
-        table = Table("case", title=title, title_justify="left")
-        for heading in _COLUMNS:
-            table.add_column(heading, justify="right")
-        for row in of_workload:
-            values = [getattr(row, name) for name in _COLUMNS.values()]
-            table.add_row(row.case, *("" if value is None else f"{value:.2f}" for value in values))
-        console_of(None).print(table)
-
-
-def _asked(name: str, parts: Sequence[str] | None) -> bool:
-    return parts is None or any(part in name for part in parts)
+        found = [row for row in rows if row.workload == workload]
+        cells = [
+            {"case": row.case, **{heading: getattr(row, name) for heading, name in _COLUMNS.items()}}
+            for row in found
+        ]
+        print_table(cells, f"{workload}: {found[0].saved_tensors} saved tensors, us for each")
 
 
 def rehearse(arguments: Sequence[str]) -> int:
@@ -472,13 +413,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     torch.set_num_threads(1)
     workloads = options.workload or [name for name in WORKLOADS if name != "7b" or device.type == "cuda"]
-    cases = [case for case in CASES if case.rows is None or _asked(case.name, options.case)]
+    cases = [
+        case
+        for case in CASES
+        if case.rows is None or not options.case or any(part in case.name for part in options.case)
+    ]
     rows = [row for name in workloads for row in measure(name, options.rounds, device, cases)]
     compare_chains(rows)
     origin = {"versions": versions(), "hardware": hardware(device), "load": os.getloadavg()[0]}
     for row in rows:
         row.device, row.commit, row.environment = device.type, commit(REPOSITORY)["id"], origin
-    print_table(rows)
+    print_rows(rows)
     path = options.out or RESULTS / f"overhead_{device.type}_{datetime.now():%Y%m%d}.json"
     write_json(path, [asdict(row) for row in rows])
     return 0

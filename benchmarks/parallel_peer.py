@@ -34,7 +34,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,6 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 # isort: split
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -55,29 +53,29 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from benchmarks.records import REPOSITORY, RESULTS, commit, console_of, hardware, versions, write_json
+from benchmarks.records import (
+    REPOSITORY,
+    RESULTS,
+    commit,
+    console_of,
+    hardware,
+    print_table,
+    versions,
+    write_json,
+)
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
 
-KINDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-_RING_FACTOR = {"all_reduce": 2}
-"""How often a rank sends ``(n - 1) / n`` of a collective's whole bytes; once for a kind that is not named."""
-
 REGATHER = "re-gather"
 """The kind for gathers of saved shards in backward, which are counted separately."""
 
 
 def ring_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
     """Return the bytes that a rank sends in a collective whose larger side has ``whole_bytes``."""
-    return _RING_FACTOR.get(kind, 1) * whole_bytes * (ranks - 1) // ranks
+    return (2 if kind == "all_reduce" else 1) * whole_bytes * (ranks - 1) // ranks
 
 
 def kind_of(operator: Any) -> str | None:
@@ -85,10 +83,26 @@ def kind_of(operator: Any) -> str | None:
     if operator.namespace not in _NAMESPACES:
         return None
     name = operator._schema.name.split("::")[1].replace("_", "")
-    return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+    return next((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), None)
 
 
-class Collectives(TorchDispatchMode):
+class _LocalOps(TorchDispatchMode):
+    """Sees the ops on this rank's own tensors, below DTensor and asynchronous collectives."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # the tensors inside them are dispatched again
+        result = func(*args, **(kwargs or {}))
+        self.note(func, tree_leaves((args, kwargs)), tree_leaves(result))
+        return result
+
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        raise NotImplementedError
+
+
+class Collectives(_LocalOps):
     """Counts collectives, and the bytes of their larger sides, by (phase, kind).
 
     The caller that runs the step sets its present ``phase``.
@@ -101,19 +115,12 @@ class Collectives(TorchDispatchMode):
         self.whole_bytes: Counter[tuple[str, str]] = Counter()
         self._again = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # the tensors inside them are dispatched again
-        result = func(*args, **(kwargs or {}))
-        kind = kind_of(func)
-        if kind is not None:
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        if (kind := kind_of(func)) is not None:
             key = self.phase, REGATHER if self._again else kind
             self.calls[key] += 1
+            leaves = (leaf for leaf in (*given, *made) if isinstance(leaf, torch.Tensor))
             self.whole_bytes[key] += max(leaf.nbytes for leaf in leaves)
-        return result
 
     @contextmanager
     def telling_regathers(self) -> Iterator[None]:
@@ -131,12 +138,6 @@ class Collectives(TorchDispatchMode):
 
         with mock.patch.object(module, "begin_gather", begin):
             yield
-
-    def wire_bytes(self, ranks: int) -> dict[tuple[str, str], int]:
-        """Return the bytes that this rank sends, by (phase, kind)."""
-        return {
-            (phase, kind): ring_bytes(kind, whole, ranks) for (phase, kind), whole in self.whole_bytes.items()
-        }
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +173,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(_LocalOps):
     """Measures the most bytes alive at one time, of all storages made inside, and of logits.
 
     A tensor counts as logits by the size of its last dim, one of ``widths``.
@@ -184,15 +185,10 @@ class PeakBytes(TorchDispatchMode):
         self._widths = frozenset(widths)
         self._alive: dict[int, tuple[StorageWeakRef, int, bool]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor}
-        for leaf in tree_leaves(result):
-            if type(leaf) is torch.Tensor and _key(leaf) not in given:
+    def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        known = {_key(leaf) for leaf in given if type(leaf) is torch.Tensor}
+        for leaf in made:
+            if type(leaf) is torch.Tensor and _key(leaf) not in known:
                 storage = leaf.untyped_storage()
                 is_logits = leaf.dim() > 1 and leaf.shape[-1] in self._widths
                 self._alive[_key(leaf)] = StorageWeakRef(storage), storage.nbytes(), is_logits
@@ -200,14 +196,14 @@ class PeakBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self._alive.values()))
         logits = sum(size for _, size, is_logits in self._alive.values() if is_logits)
         self.peak_logits_bytes = max(self.peak_logits_bytes, logits)
-        return result
 
 
 RANKS = 2
 PEER = "transformers tp_plan"
 SEED = 7
 LIMIT_S = 300
-BFLOAT16_REDUCTION = "sums in bf16"
+"""Seconds that a rank waits in a collective for the other one."""
+LEAN = "sums in bf16"
 
 
 @dataclass(frozen=True)
@@ -228,11 +224,9 @@ class Shape:
 class Case:
     """One way to divide the model.
 
-    Args:
-        name: name of the row.
-        sequence_parallel: whether our division uses sequence parallelism; ``None``: transformers divides.
-        reduces_in_float32: whether activations and their gradients are summed over the ranks in float32 (our
-            default), or in their own dtype, as transformers does.
+    Without ``sequence_parallel`` (``None``) transformers divides it. ``reduces_in_float32``: whether
+    activations and their gradients are summed over the ranks in float32 (our default), or in their own dtype,
+    as transformers does.
     """
 
     name: str
@@ -243,10 +237,8 @@ class Case:
 def cases_of(dtype: torch.dtype) -> tuple[Case, ...]:
     """Return the cases of one dtype; below float32 ours are also run with sums in that dtype."""
     ours = (Case("hf_actswap tp + sp", True), Case("hf_actswap tp", False))
-    if dtype == torch.float32:
-        return Case(PEER, None), *ours
-    lean = tuple(Case(f"{case.name}, {BFLOAT16_REDUCTION}", case.sequence_parallel, False) for case in ours)
-    return Case(PEER, None), *ours, *lean
+    lean = (replace(case, name=f"{case.name}, {LEAN}", reduces_in_float32=False) for case in ours)
+    return Case(PEER, None), *ours, *(lean if dtype != torch.float32 else ())
 
 
 @dataclass
@@ -286,7 +278,7 @@ class Row:
 
 
 def whole_model(shape: Shape) -> LlamaForCausalLM:
-    """Return the undivided model, with the same weights in each call."""
+    """Return the undivided model."""
     torch.manual_seed(SEED)
     settings = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -306,7 +298,6 @@ class Subject:
 
     def __init__(self, case: Case, shape: Shape, dtype: torch.dtype, folder: Path) -> None:
         self.case, self.shape, self.dtype = case, shape, dtype
-        self.step_s: list[float] = []
         self.model: Any
         if case.sequence_parallel is None:
             layout = DistributedConfig(tp_size=RANKS, tp_plan="auto")
@@ -335,13 +326,6 @@ class Subject:
             allreduce_sequence_parallel_gradients(self.model, dist.group.WORLD)
         return float(plain(loss.detach()))
 
-    def timed_step(self) -> None:
-        """Time a step that all ranks begin together, and append its seconds to ``step_s``."""
-        dist.barrier()
-        start = time.perf_counter()
-        self.step()
-        self.step_s.append(time.perf_counter() - start)
-
     def row(self) -> Row:
         """Run steps and count collectives and bytes; each kind of count has a step of its own."""
         row = Row(self.case.name, str(self.dtype).removeprefix("torch."), dist.get_rank())
@@ -350,7 +334,9 @@ class Subject:
             row.loss = self.step(lambda name: setattr(seen, "phase", name))
         row.calls = {" ".join(key): number for key, number in seen.calls.items()}
         row.whole_bytes = {" ".join(key): size for key, size in seen.whole_bytes.items()}
-        row.wire_bytes = {" ".join(key): size for key, size in seen.wire_bytes(RANKS).items()}
+        row.wire_bytes = {
+            " ".join(key): ring_bytes(key[1], size, RANKS) for key, size in seen.whole_bytes.items()
+        }
         row.regathered_bytes = sum(v for key, v in row.wire_bytes.items() if key.endswith(REGATHER))
         row.sent_bytes = sum(row.wire_bytes.values()) - row.regathered_bytes
         row.grad_norm = self._grad_norm()
@@ -384,16 +370,19 @@ def measure_dtype(shape: Shape, dtype: torch.dtype, rounds: int, warmup: int, fo
     """Count and time all cases of a dtype; steps of different cases alternate."""
     subjects = [Subject(case, shape, dtype, folder) for case in cases_of(dtype)]
     rows = [subject.row() for subject in subjects]
+    by_case = {row.case: row for row in rows}
     for count in range(warmup + rounds):
         first = count % len(subjects)
         for subject in (*subjects[first:], *subjects[:first]):
-            subject.timed_step()
-    peer_s = subjects[0].step_s[warmup:]
-    for row, subject in zip(rows, subjects, strict=True):
-        timed = subject.step_s[warmup:]
-        row.step_ms = [seconds * 1e3 for seconds in timed]
+            dist.barrier()
+            start = time.perf_counter()
+            subject.step()
+            if count >= warmup:
+                by_case[subject.case.name].step_ms.append((time.perf_counter() - start) * 1e3)
+    for row in rows:
         row.ms = statistics.median(row.step_ms)
-        row.ms_ratio = statistics.median(own / peer for own, peer in zip(timed, peer_s, strict=True))
+        pairs = zip(row.step_ms, rows[0].step_ms, strict=True)
+        row.ms_ratio = statistics.median(own / peer for own, peer in pairs)
     return rows
 
 
@@ -435,58 +424,51 @@ _SIZES = {
 Rows = Sequence[Mapping[str, Any]]
 
 
-def measure(
-    shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int, limit_s: float
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int) -> list[dict[str, Any]]:
     """Run all cases on two processes; return the rows of rank 0, then those of rank 1."""
     with tempfile.TemporaryDirectory() as folder:
         told = (folder, asdict(shape), tuple(dtypes), rounds, warmup)
-        context = torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS, join=False)
-        end = monotonic() + limit_s
-        while not context.join(timeout=1):
-            if monotonic() > end:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{RANKS} processes did not finish in {limit_s} s")
+        torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS)
         return [row for rank in range(RANKS) for row in torch.load(Path(folder, f"rows.{rank}.pt"))]
 
 
 def failures(rows: Rows) -> list[str]:
     """Return in words which numbers do not agree and which claims fail; empty if all is right."""
     found = []
-    for peer in (row for row in rows if row["case"] == PEER):
-        for row in rows:
-            if row is peer or (row["dtype"], row["rank"]) != (peer["dtype"], peer["rank"]):
-                continue
-            where = f"{row['case']}, {row['dtype']}, rank {row['rank']}"
-            for key in ("loss", "grad_norm"):
-                if abs(row[key] - peer[key]) > TOLERANCE[row["dtype"]] * abs(peer[key]):
-                    found.append(f"{where}: {key} {row[key]}, transformers' {peer[key]}")
-            if row["saved_bytes"] >= peer["saved_bytes"]:
-                found.append(f"{where}: saves {row['saved_bytes']} bytes, transformers {peer['saved_bytes']}")
-            comparable = row["dtype"] == "float32" or row["case"].endswith(BFLOAT16_REDUCTION)
-            if comparable and row["sent_bytes"] > peer["sent_bytes"]:
-                found.append(f"{where}: sends {row['sent_bytes']} bytes, transformers {peer['sent_bytes']}")
+    peers = {(row["dtype"], row["rank"]): row for row in rows if row["case"] == PEER}
+    for row in (row for row in rows if row["case"] != PEER):
+        peer = peers[row["dtype"], row["rank"]]
+        where = f"{row['case']}, {row['dtype']}, rank {row['rank']}"
+        for key in ("loss", "grad_norm"):
+            if abs(row[key] - peer[key]) > TOLERANCE[row["dtype"]] * abs(peer[key]):
+                found.append(f"{where}: {key} {row[key]}, transformers' {peer[key]}")
+        if row["saved_bytes"] >= peer["saved_bytes"]:
+            found.append(f"{where}: saves {row['saved_bytes']} bytes, transformers {peer['saved_bytes']}")
+        comparable = row["dtype"] == "float32" or row["case"].endswith(LEAN)
+        if comparable and row["sent_bytes"] > peer["sent_bytes"]:
+            found.append(f"{where}: sends {row['sent_bytes']} bytes, transformers {peer['sent_bytes']}")
     return found
 
 
 def print_tables(rows: Rows) -> None:
     """Print rank 0's rows, and its collectives by phase and kind: calls, and MiB on the larger side."""
-    mine = [row for row in rows if row["rank"] == 0]
-    table = Table("MiB per rank and step")
-    for heading in (*_SIZES, "calls", "ms", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in mine:
-        sizes = [f"{row[name] / MIB:.2f}" for name in _SIZES.values()]
-        numbers = f"{sum(row['calls'].values())}", f"{row['ms']:.0f}", f"{row['ms_ratio']:.2f}"
-        table.add_row(f"{row['dtype']} {row['case']}", *sizes, *numbers)
-    console = console_of(None)
-    console.print(table)
-    for row in mine:
-        parts = [
+    mine = {f"{row['dtype']} {row['case']}": row for row in rows if row["rank"] == 0}
+    cells = [
+        {
+            "MiB per rank and step": name,
+            **{heading: row[key] / MIB for heading, key in _SIZES.items()},
+            "calls": sum(row["calls"].values()),
+            "ms": row["ms"],
+            "ratio": row["ms_ratio"],
+        }
+        for name, row in mine.items()
+    ]
+    print_table(cells)
+    for name, row in mine.items():
+        parts = (
             f"{key} {calls} ({row['whole_bytes'][key] / MIB:.2f})" for key, calls in row["calls"].items()
-        ]
-        console.print(f"{row['dtype']} {row['case']}: {'; '.join(parts)}", highlight=False)
+        )
+        console_of().print(f"{name}: {'; '.join(parts)}", highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -495,13 +477,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
     parser.add_argument("--warmup", type=int, default=2, help="steps before")
-    parser.add_argument("--limit_s", type=float, default=900)
     for item in fields(Shape):
         parser.add_argument(f"--{item.name}", type=int, default=item.default)
     parser.add_argument("--out", type=Path, help="where to write; by default into results/")
     options = parser.parse_args(argv)
-    shape = replace(Shape(), **{item.name: getattr(options, item.name) for item in fields(Shape)})
-    rows = measure(shape, options.dtypes, options.rounds, options.warmup, options.limit_s)
+    shape = Shape(**{item.name: getattr(options, item.name) for item in fields(Shape)})
+    rows = measure(shape, options.dtypes, options.rounds, options.warmup)
     wrong = failures(rows)
     document = {
         "commit": commit(REPOSITORY),

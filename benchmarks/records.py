@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import accelerate
 import torch
 import transformers
 from rich.console import Console
+from rich.table import Table
 
 from hf_actswap.engine.host_pool import PinnedSlabs
 from hf_actswap.engine.link import Link, measure_link
@@ -46,12 +48,10 @@ class Record:
     Args:
         kind: what was measured: ``frontier``, ``test``, ``out of memory`` or ``optimizer states``.
         workload: name of the preset, or of a group of tests.
-        status, reason: whether it was measured, and if not, why.
         traceback: traceback of a failure; for a process that hung or died, the end of its output.
         wall_s: seconds that the row took, with everything that is not timed.
-        run: start time of the command that measured it. Two rows of one run share machine and driver.
-        measured_at: time at which it was recorded, in ISO format.
-        device, torch, transformers, commit: the device's name, and versions of the code.
+        run, measured_at: start of the command that measured it, and time at which it was recorded, in ISO
+            format. Two rows of one run share machine and driver.
         environment: hardware, link, allocator settings, versions.
     """
 
@@ -81,8 +81,7 @@ class Result(Record):
 
     Args:
         method: name of the row; ours begin with ``actswap``.
-        compiled: whether the layers are compiled.
-        model, layers, seq, batch: shapes; ``seq`` in tokens.
+        seq: tokens of a sequence.
         head: whether this is the whole model with its loss; otherwise the decoder stack.
         ms: median of the timed steps, forward and backward, device-synchronised.
         activation_bytes: the most device memory above parameters, gradients and input, in the timed steps.
@@ -93,10 +92,7 @@ class Result(Record):
         loss: loss of the whole model; for a stack the mean of output times the fixed gradient at the output.
         grad_norm: norm of all weights' gradients.
 
-        dtype: type of weights and activations.
-        config: configuration of the method.
-        step_ms: time of every step in order, warm-up first.
-        warmup_steps: how many of them are warm-up.
+        step_ms: time of every step in order, ``warmup_steps`` of them first.
         first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
         first_step_pinning_ms: the part of ``first_step_ms`` in which our engine page-locked host memory;
             ``pinning_ms``: that time until the last step.
@@ -242,10 +238,27 @@ def results_folder() -> Path:
     return Path(named) if named else RESULTS / "rehearsed" if REHEARSAL in os.environ else RESULTS
 
 
-def console_of(console: Console | None) -> Console:
-    """Return a console, by default the standard output, wide enough for tables if it is no terminal."""
-    console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+def print_table(rows: Sequence[Mapping[str, object]], title: str = "", wrapped: Sequence[str] = ()) -> None:
+    """Print rows whose keys are the headings: numbers at the right with two decimals, ``-`` for ``None``.
+
+    The columns ``wrapped`` may take several lines.
+    """
+    console = console_of()
+    table = Table(title=title or None, title_justify="left")
+    for heading, value in rows[0].items() if rows else ():
+        table.add_column(
+            heading, justify="left" if isinstance(value, str) else "right", no_wrap=heading not in wrapped
+        )
+    for row in rows:
+        cells = (f"{value:.2f}" if isinstance(value, float) else value for value in row.values())
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    console.print(table)
+
+
+def console_of() -> Console:
+    """Return a console on the standard output, wide enough for tables if it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def origin(device: torch.device) -> dict[str, Any]:
@@ -293,13 +306,13 @@ def commit(repository: Path) -> dict[str, Any]:
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=repository, capture_output=True, text=True, check=True, timeout=30
-        )
+        return subprocess.check_output(
+            command, cwd=repository, stderr=subprocess.DEVNULL, text=True, timeout=30
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -317,9 +330,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return {
         "device": device.type,
-        "name": accelerator_name(device),
+        # A backend may have no name for it.
+        "name": str(name(device)) if name else device.type,
         "memory_bytes": total_bytes,
         "free_bytes": free_bytes,
         "host_name_of_processor": _processor(),
@@ -358,30 +373,17 @@ def device_named(name: str | None = None) -> torch.device:
     return device if has_index else torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def accelerator_name(device: torch.device) -> str:
-    """Return the name of an accelerator, or its type if its backend has no name for it."""
-    backend = getattr(torch, device.type, None)
-    name = getattr(backend, "get_device_name", None)
-    return str(name(device)) if name else device.type
-
-
 def file_name(device_name: str) -> str:
     """Return a device's name as a part of a file's name: letters, digits, ``.``, ``_`` and ``-`` only."""
-    kept = (
-        letter if letter.isascii() and (letter.isalnum() or letter in "._") else "-"
-        for letter in device_name.lower()
-    )
-    return "-".join(part for part in "".join(kept).split("-") if part)
+    return re.sub(r"[^a-z0-9._]+", "-", device_name.lower()).strip("-")
 
 
 def _processor() -> str:
     """Return the model of the CPU, which `platform` leaves empty on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    found = Path("/proc/cpuinfo")
+    text = found.read_text(encoding="utf-8") if found.exists() else ""
+    model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def link_gb_per_s(link: Link) -> dict[str, float]:
@@ -389,5 +391,5 @@ def link_gb_per_s(link: Link) -> dict[str, float]:
 
     ``out`` is device to host; ``out_beside_in`` is that rate while the other direction is busy too.
     """
-    names = [item.name for item in fields(link) if item.name.endswith(_RATE)]
-    return {name.removesuffix(_RATE): getattr(link, name) / _GB_PER_S_IN_BYTES_PER_MS for name in names}
+    rates = {name.removesuffix(_RATE): rate for name, rate in asdict(link).items() if name.endswith(_RATE)}
+    return {name: rate / _GB_PER_S_IN_BYTES_PER_MS for name, rate in rates.items()}

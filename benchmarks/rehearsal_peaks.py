@@ -38,45 +38,22 @@ DEVICE, MEMORY, HOST_MEMORY = "H200", 400 * GIB, "1TiB"
 Order = Literal["lazy", "eager", "random"]
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 
-_7B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
+_SIZES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
+
+
+def _sizes(*sizes: str | int, **more: int | bool) -> dict[str, Any]:
+    return {**dict(zip(_SIZES, sizes, strict=True)), **more, "max_position_embeddings": 32768}
+
+
+_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MODELS: Mapping[str, dict[str, Any]] = {
-    "7b": _7B,
-    "8b": {**_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
-    "moe": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-    },
-    "gemma": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 1024,
-        "vocab_size": 262208,
-        "max_position_embeddings": 32768,
-    },
+    "7b": _sizes("llama", 4096, 11008, 32, 32, 32, 32000),
+    "8b": _sizes("llama", 4096, 14336, 32, 32, 8, 128256),
+    "moe": _sizes("qwen3_moe", 2048, 6144, 8, 32, 4, 151936, head_dim=128, norm_topk_prob=True, **_EXPERTS),
+    "gemma": _sizes("gemma3_text", 2560, 10240, 12, 8, 4, 262208, head_dim=256, sliding_window=1024),
 }
 """Llama-2-7B, Llama-3-8B, eight layers of Qwen3-30B-A3B, and twelve layers of Gemma-3-4B."""
 
@@ -103,12 +80,9 @@ activations; ``mix`` is that of README.md."""
 
 @dataclass(frozen=True)
 class Row:
-    """A training.
+    """A training of one of `MODELS` by one of `METHODS`, on a sequence of ``tokens``.
 
     Args:
-        model: one of `MODELS`.
-        tokens: length of the sequence.
-        method: one of `METHODS`.
         optimizer: as ``hf-actswap plan`` names them: ``adamw`` (fused) or ``adamw_torch`` (foreach).
         lora: rank of adapters, the only trained weights then; 0: all weights are trained.
         allocator: one of `ALLOCATORS`.
@@ -138,16 +112,17 @@ class Row:
     @property
     def name(self) -> str:
         """The row in words, by which ``--only`` finds it."""
-        kind, fits = f"lora{self.lora}" if self.lora else "full", f" {self.fits}" if self.fits else ""
-        fits += f" host{self.host_gib}" if self.host_gib else ""
+        kind = f"lora{self.lora}" if self.lora else "full"
+        more = f"{f' {self.fits}' if self.fits else ''}{f' host{self.host_gib}' if self.host_gib else ''}"
         length = f"{self.model}-{self.tokens // 1024}k"
-        return f"{length} {kind} {self.optimizer} {self.method} {self.allocator}{fits}"
+        return f"{length} {kind} {self.optimizer} {self.method} {self.allocator}{more}"
 
 
 def rows() -> list[Row]:
     """Return all rows of the table."""
-    found = [Row(model, 8192, method) for model in ("7b", "8b") for method in METHODS]
-    found += [Row(model, 32768, method) for model in ("7b", "8b") for method in METHODS]
+    found = [
+        Row(model, tokens, method) for tokens in (8192, 32768) for model in ("7b", "8b") for method in METHODS
+    ]
     found += [
         Row(model, tokens, method, lora=16)
         for model in ("7b", "8b")

@@ -5,7 +5,7 @@ Rows that compile are in groups: the first row of a group compiles a graph, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from benchmarks.methods import (
     no_device,
     no_head,
     no_liger,
-    no_obstacle,
     no_offload_option,
     no_room_on_host,
     no_trl,
@@ -49,15 +48,14 @@ def recipe_with_auto(name: str) -> Callable[[int], dict[str, Any]]:
 
     def config(layers: int) -> dict[str, Any]:
         document = yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
-        rules = [_with_auto(rule, layers) for rule in document["swap_config"]["op_swap"]]
-        return {"swap_config": {"swap": True, "op_swap": [rule for rule in rules if rule["layers"]]}}
+        rules = [
+            {**rule, "backward_prefetch": "auto", "layers": present}
+            for rule in document["swap_config"]["op_swap"]
+            if (present := [layer for layer in rule["layers"] if layer < layers])
+        ]
+        return {"swap_config": {"swap": True, "op_swap": rules}}
 
     return config
-
-
-def _with_auto(rule: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    present = [layer for layer in rule["layers"] if layer < layers]
-    return {**rule, "backward_prefetch": "auto", "layers": present}
 
 
 MIXED = {
@@ -83,11 +81,12 @@ ELEMENTWISE = {"recompute_config": {"select_recompute": _ELEMENTWISE}}
 would hold as many bytes as it drops."""
 
 
-TILED_LOSS = {"tile_config": {"loss": "auto"}}
+_RECOMPUTED: dict[str, Any] = {"recompute_config": {"recompute": True}}
+TILED_LOSS: dict[str, Any] = {"tile_config": {"loss": "auto"}}
 """Runs head and loss in tiles of tokens: no step holds all logits."""
 TILED_LAYERS = {
     "tile_config": {"tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm"]}},
-    "recompute_config": {"recompute": True},
+    **_RECOMPUTED,
 }
 """Recomputes layers, with MLPs and norms in tiles: in all one more forward than without, not two."""
 TILED_STEP = {
@@ -95,7 +94,7 @@ TILED_STEP = {
         "tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"]},
         "loss": "auto",
     },
-    "recompute_config": {"recompute": True},
+    **_RECOMPUTED,
     "swap_config": {"swap": True, "layer_swap": [], "recompute_input": True, "default_prefetch": "auto"},
 }
 """Combines all that allows long sequences: no activations of a layer stay on the device, and no logits."""
@@ -166,17 +165,16 @@ class Row:
 
     Args:
         name: unique name, which ``--rows`` selects. Ours begin with ``actswap``.
-        setup: context manager that puts the method on the model.
-        config: options for ``setup``: plain values, or a function of the number of layers that returns them.
+        setup, config: context manager that puts the method on the model, and its options: plain values, or a
+            function of the number of layers that returns them.
         must_be_exact: whether output and gradients must equal eager's bit for bit; if not, the run fails.
         compile_group: name shared by rows with the same compiled graphs; ``""``: compiles nothing. Fused
             kernels round differently, so exactness is not judged for compiled rows.
         counts_copies: whether the benchmark counts copies to the host, because the method does not.
-        obstacles: functions that say why the row cannot be measured here; the first reason is recorded.
-        relative_time: estimated time of a step over eager's, to plan the time of a run.
-        pinned_share: estimated bytes of pinned memory over the bytes that eager saves, for the same purpose.
-        budget: budget of the planner; the configuration is filled in when the rows that it needs are
-            measured.
+        obstacles: say why the row cannot be measured here; the first reason is recorded.
+        relative_time, pinned_share: estimated time of a step over eager's, and pinned memory over the bytes
+            that eager saves, to plan the time of a run.
+        budget: of the planner; makes the configuration when the rows that it needs are measured.
     """
 
     name: str
@@ -185,7 +183,7 @@ class Row:
     must_be_exact: bool = False
     compile_group: str = ""
     counts_copies: bool = False
-    obstacles: tuple[Obstacle, ...] = (no_obstacle,)
+    obstacles: tuple[Obstacle, ...] = ()
     relative_time: float = 1.0
     pinned_share: float = 0.0
     budget: Budget | None = None
@@ -207,11 +205,9 @@ EAGER = Row("eager", nothing)
 """The row with which all times, memory and gradients are compared; it is always measured, and first."""
 
 
-def _offloads(*obstacles: Obstacle, **estimates: float) -> dict[str, Any]:
-    """Return what rows have in common whose library copies to the host and does not count it."""
-    return {"counts_copies": True, "obstacles": obstacles, **estimates}
-
-
+# What rows have in common whose library copies to the host and does not count it.
+_LITTLE: dict[str, Any] = {"counts_copies": True, "relative_time": 1.4, "pinned_share": 0.05}
+_MUCH: dict[str, Any] = {"counts_copies": True, "pinned_share": 1.2, "relative_time": 2.5}
 FLASH = "eager-flash"
 """Eager under the attention of the steps that compare gradients; on Hopper timed steps use cuDNN's."""
 AGAIN = "-again"
@@ -221,6 +217,8 @@ REPEATED: tuple[Row, ...] = (
 )
 """Rows measured once more at the end of a stage, because clocks drift; not in `ROWS`."""
 
+_CHECKPOINTING: dict[str, Any] = {"checkpointing": True}
+_LIGER: dict[str, Any] = {"obstacles": (no_head, no_liger)}
 _PEERS = (
     Row(FLASH, flash_attention),
     Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
@@ -228,60 +226,45 @@ _PEERS = (
         "hf-checkpointing-offload",
         hf_checkpointing,
         {"offload": True},
-        **_offloads(no_offload_option, relative_time=1.4, pinned_share=0.05),
+        obstacles=(no_offload_option,),
+        **_LITTLE,
     ),
+    Row("trl-offloading", trl_offloading, obstacles=(no_trl, no_room_on_host), **_MUCH),
+    Row("trl-offloading-checkpointing", trl_offloading, _CHECKPOINTING, obstacles=(no_trl,), **_LITTLE),
+    Row("liger-checkpointing", liger_checkpointing, relative_time=1.35, **_LIGER),
     Row(
-        "trl-offloading",
-        trl_offloading,
-        **_offloads(no_trl, no_room_on_host, relative_time=2.5, pinned_share=1.2),
-    ),
-    Row(
-        "trl-offloading-checkpointing",
-        trl_offloading,
-        {"checkpointing": True},
-        **_offloads(no_trl, relative_time=1.4, pinned_share=0.05),
-    ),
-    Row("liger-checkpointing", liger_checkpointing, obstacles=(no_head, no_liger), relative_time=1.35),
-    Row(
-        "liger-tiled-mlp-checkpointing",
-        liger_checkpointing,
-        {"tiled_mlp": True},
-        obstacles=(no_head, no_liger),
-        relative_time=1.5,
+        "liger-tiled-mlp-checkpointing", liger_checkpointing, {"tiled_mlp": True}, relative_time=1.5, **_LIGER
     ),
     Row(
         "save-on-cpu",
         save_on_cpu,
-        **_offloads(no_device, no_room_on_host, relative_time=4.5, pinned_share=1.8),
+        obstacles=(no_device, no_room_on_host),
+        **_MUCH | {"relative_time": 4.5, "pinned_share": 1.8},
     ),
 )
 
 
-def _exact(name: str, config: Any, relative_time: float, pinned_share: float = 0.0) -> Row:
-    times = {"relative_time": relative_time, "pinned_share": pinned_share}
-    return Row(name, actswap, config, must_be_exact=True, **times)
+def _ours(name: str, config: Any, time: float, pinned: float = 0.0, **more: Any) -> Row:
+    values = {"relative_time": time, "pinned_share": pinned, "must_be_exact": True, **more}
+    return Row(name, actswap, config, **values)
 
 
-def _in_tiles(name: str, config: Any, relative_time: float, pinned_share: float = 0.0) -> Row:
-    """Return a row whose gradients of weights are sums over tiles, which are not bitwise equal to eager's."""
-    times = {"relative_time": relative_time, "pinned_share": pinned_share}
-    return Row(name, actswap, config, obstacles=(no_head,), **times)
-
-
+# Gradients of weights are sums over tiles, which are not bitwise equal to eager's.
+_IN_TILES: dict[str, Any] = {"must_be_exact": False, "obstacles": (no_head,)}
 _OURS = (
-    _exact("actswap-default-auto", {"swap_config": {"swap": True, "default_prefetch": "auto"}}, 1.05, 0.1),
-    _exact("actswap-case3-auto", recipe_with_auto("case3_op_swap.yaml"), 1.05, 0.2),
-    _exact("actswap-everything-20", swap_everything(20), 2.3, 1.0),
-    _exact("actswap-everything-auto", swap_everything("auto"), 1.05, 0.4),
-    _exact("actswap-full-recompute", {"recompute_config": {"recompute": True}}, 1.3),
-    _exact("actswap-mixed", MIXED, 1.6, 0.5),
-    _exact("actswap-elementwise", ELEMENTWISE, 1.1),
-    _exact("actswap-mix-eager", eager_mix, 1.2, 0.3),
-    _in_tiles("actswap-tiled-loss", TILED_LOSS, 1.05),
-    _in_tiles("actswap-tiled-loss-recompute", {**TILED_LOSS, "recompute_config": {"recompute": True}}, 1.35),
-    Row("actswap-tiled-layers-recompute", actswap, TILED_LAYERS, relative_time=1.4),
-    _in_tiles("actswap-streamed", STREAMED, 1.7, 0.5),
-    _in_tiles("actswap-tiled-step", TILED_STEP, 1.45, 0.1),
+    _ours("actswap-default-auto", {"swap_config": {"swap": True, "default_prefetch": "auto"}}, 1.05, 0.1),
+    _ours("actswap-case3-auto", recipe_with_auto("case3_op_swap.yaml"), 1.05, 0.2),
+    _ours("actswap-everything-20", swap_everything(20), 2.3, 1.0),
+    _ours("actswap-everything-auto", swap_everything("auto"), 1.05, 0.4),
+    _ours("actswap-full-recompute", _RECOMPUTED, 1.3),
+    _ours("actswap-mixed", MIXED, 1.6, 0.5),
+    _ours("actswap-elementwise", ELEMENTWISE, 1.1),
+    _ours("actswap-mix-eager", eager_mix, 1.2, 0.3),
+    _ours("actswap-tiled-loss", TILED_LOSS, 1.05, **_IN_TILES),
+    _ours("actswap-tiled-loss-recompute", TILED_LOSS | _RECOMPUTED, 1.35, **_IN_TILES),
+    _ours("actswap-tiled-layers-recompute", TILED_LAYERS, 1.4, must_be_exact=False),
+    _ours("actswap-streamed", STREAMED, 1.7, 0.5, **_IN_TILES),
+    _ours("actswap-tiled-step", TILED_STEP, 1.45, 0.1, **_IN_TILES),
 )
 
 
@@ -297,7 +280,7 @@ _COMPILED = (
     _compiled_row("actswap-compiled-auto", "1.0", _EVERYTHING, 0.95, pinned_share=0.3),
     _compiled_row("compiled-budget-0.5", "0.5", _HALF, 1.0),
     _compiled_row("actswap-compiled-budget-0.5-auto", "0.5", {**_HALF, **_EVERYTHING}, 1.0, pinned_share=0.3),
-    _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, 1.3),
+    _compiled_row("compiled-checkpointing", "checkpointing", _CHECKPOINTING, 1.3),
     _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, 1.05),
     _compiled_row("actswap-compiled-mix", "mix", _in_compiled(compiled_mix), 0.95, pinned_share=0.3),
     _compiled_row(

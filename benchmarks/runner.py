@@ -38,7 +38,7 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,7 +58,7 @@ from benchmarks.records import (
     origin,
 )
 from benchmarks.rows import EAGER, ROWS, Row
-from benchmarks.trainings import training_answer
+from benchmarks.trainings import TrainingJob, training_answer
 from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
@@ -107,36 +107,12 @@ class MeasureError(Exception):
         self.status, self.reason, self.told = status, reason, told
 
 
-class Job(Protocol):
-    """One row to be measured."""
-
-    @property
-    def title(self) -> str:
-        """Workload and row, for the log."""
-
-    def blank(self) -> Record:
-        """Return the job's record with nothing measured yet."""
-
-    def estimate_s(self, session: Session) -> float:
-        """Return about how many seconds it takes."""
-
-    def request(self, records: Records) -> Request | str:
-        """Return the request, which may depend on earlier records, or why the job cannot be measured."""
-
-    def is_same(self, line: Line) -> bool:
-        """Whether a recorded line was measured with the settings that the job has now."""
-
-
 @dataclass(frozen=True)
 class FrontierJob:
     """One row of the frontier on one workload.
 
-    Args:
-        workload, row: the workload, and the method that is put on it.
-        shorter: in a search for the longest sequence, the job at half the length, which must have fitted;
-            ``None``: this is the first length.
-        longest: whether this is such a search; then nothing is compared with eager.
-        compiling: whether rows that compile are measured.
+    ``shorter``: in a search for the longest sequence (``longest``; nothing is compared with eager then), the
+    job at half the length, which must have fitted. ``compiling``: whether rows that compile are measured.
     """
 
     workload: Workload
@@ -171,19 +147,22 @@ class FrontierJob:
         return seconds + PIN_S_PER_GIB * row.pinned_share * saved_gib
 
     def _step_ms(self, session: Session) -> float:
-        shorter = None if self.shorter is None else session.find(self.shorter)
-        if self.shorter is not None and shorter is not None and shorter["ms"] is not None:
-            return float(shorter["ms"]) * step_flop(self.workload) / step_flop(self.shorter.workload)
+        line = (session.find(self.shorter) or {}) if self.shorter is not None else {}
+        if self.shorter is not None and line.get("ms"):
+            return float(line["ms"]) * step_flop(self.workload) / step_flop(self.shorter.workload)
         return self.workload.expected_ms * self.row.relative_time * session.slowness(self.workload)
 
     def request(self, records: Records) -> Request | str:
+        """Return the request, which may depend on earlier records, or why the row cannot be measured."""
         if self.row.compiles and not self.compiling:
             return "compiling is slow on the CPU; ask for it with --compile"
-        if self.shorter is not None and not _fitted(self.shorter, records):
+        if self.shorter is not None and not any(
+            line["status"] == "measured" and self.shorter._is_at(line) for line in records
+        ):
             return f"{self.shorter.workload.tokens:,} tokens were too many, or were not measured"
         config = None
         if self.row.budget is not None:
-            beside = [Result(**line) for line in records if line["kind"] == "frontier" and self._beside(line)]
+            beside = [Result(**line) for line in records if self._is_at(line, method=line.get("method"))]
             config = options_of(self.row.budget, self.row.compiles, beside)
             if isinstance(config, str):
                 return config
@@ -196,22 +175,19 @@ class FrontierJob:
         }
 
     def is_same(self, line: Line) -> bool:
+        """Whether a recorded line was measured with the settings that the job has now."""
         if self.row.budget is not None:
             return True
         as_recorded = json.loads(json.dumps(self.row.config_for(self.workload.layers)))
         return bool(as_recorded == line["config"])
 
-    def _beside(self, line: Line) -> bool:
-        blank = asdict(self.blank()) | {"method": line["method"], "device": line["device"]}
-        return key_of(blank) == key_of(line)
+    def _is_at(self, line: Line, **other: Any) -> bool:
+        """Whether a line has the job's key, on whatever device, but for the fields ``other``."""
+        return key_of(asdict(self.blank()) | {"device": line["device"], **other}) == key_of(line)
 
 
-def _fitted(job: FrontierJob, records: Records) -> bool:
-    return any(
-        line["status"] == "measured"
-        for line in records
-        if key_of(line) == key_of(asdict(job.blank()) | {"device": line["device"]})
-    )
+Job = FrontierJob | TrainingJob
+"""One row to be measured."""
 
 
 def frontier_jobs(
@@ -242,6 +218,11 @@ def longest_jobs(
     return jobs
 
 
+def again_asked(names: Sequence[str] | None) -> Callable[[str], bool]:
+    """Return what ``--again`` asks for: whether a row is measured again; ``None``: none; empty: all."""
+    return lambda name: names is not None and (not names or name in names)
+
+
 class Session:
     """Measures jobs one after another and records the results.
 
@@ -254,7 +235,7 @@ class Session:
         clock: returns increasing seconds.
 
     Attributes:
-        compiled: workloads and compile groups whose graphs this session has compiled.
+        compiled: workloads and compile groups whose graphs are compiled.
     """
 
     def __init__(
@@ -274,10 +255,8 @@ class Session:
 
     def slowness(self, workload: Workload) -> float:
         """Return the measured time of an eager step on this device over the expected time; 1 if unknown."""
-        eager = FrontierJob(workload, EAGER)
-        line = self.find(eager)
-        known = line is not None and line["ms"] is not None
-        return float(line["ms"]) / workload.expected_ms if line is not None and known else 1.0
+        line = self.find(FrontierJob(workload, EAGER)) or {}
+        return (line.get("ms") or workload.expected_ms) / workload.expected_ms
 
     def find(self, job: Job) -> Line | None:
         """Return the recorded line of a job on this device, or ``None``."""
@@ -339,8 +318,9 @@ class Session:
             fill_ratios(record, None if eager is None else Result(**eager))
         self.records.put(record)
 
-    def learn_origin(self) -> Line:
-        """Return the fields that are the same in every record; the first time, what measures is asked."""
+    def learn_origin(self, again: bool = False) -> Line:
+        """Return the fields that are the same in every record; what measures is asked once, and ``again``."""
+        self._origin_is_whole = self._origin_is_whole and not again
         if not self._origin_is_whole:
             answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
             if answer.get("status") == "failed":
@@ -348,10 +328,6 @@ class Session:
             self._origin |= answer | {"device": self.device}
             self._origin_is_whole = True
         return self._origin
-
-    def forget_origin(self) -> None:
-        """Let `learn_origin` ask again, after a setting of the device has changed."""
-        self._origin_is_whole = False
 
     def _measured(self, job: Job, left_s: float | None, slack_s: float) -> Record:
         record, estimate_s = job.blank(), job.estimate_s(self)
@@ -369,22 +345,18 @@ class Session:
         try:
             self.learn_origin()
             answer = self._ask(request, limit_s)
-            record = type(record)(**_known_fields(record, answer))
+            names = {item.name for item in fields(record)} - set(KEY_FIELDS)
+            measured = {name: value for name, value in answer.items() if name in names}
+            record = replace(record, **measured)
         except MeasureError as error:
             cut = error.status == "timed out" and limit_s < own_s
-            record.status = "left out" if cut else error.status  # type: ignore[assignment]
+            record.status = "left out" if cut else error.status
             record.reason = "the time of the run was over" if cut else error.reason
             record.traceback = error.told
         record.wall_s = self.clock() - started
         if isinstance(job, FrontierJob) and job.row.compiles and record.status == "measured":
             self.compiled.add((job.workload, job.row.compile_group))
         return record
-
-
-def _known_fields(record: Record, answer: Line) -> Line:
-    """Return a record's fields, updated by those of an answer; the fields of its key stay as they are."""
-    names = {item.name for item in fields(record)} - set(KEY_FIELDS)
-    return asdict(record) | {name: value for name, value in answer.items() if name in names}
 
 
 def in_words(record: Record) -> str:
@@ -522,9 +494,7 @@ def end_group(pid: int) -> None:
 
 
 def told_since(output: Path, start: int) -> str:
-    with output.open("rb") as written:
-        written.seek(start)
-        return written.read()[-_TOLD_BYTES:].decode("utf-8", "replace")
+    return output.read_bytes()[start:][-_TOLD_BYTES:].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -533,9 +503,8 @@ class Suite:
 
     Args:
         name: name in the results.
-        paths: files, or ids of tests.
+        paths, without: files or ids of tests, less those that another suite runs.
         marker: pytest's marker expression that selects tests; ``""``: all.
-        without: ids of tests that are left out, because another suite runs them.
         processes: the most processes; one if pytest-xdist is not installed.
     """
 
@@ -559,13 +528,9 @@ class Suite:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how suites run.
+    """Where and how suites run: in ``processes`` at most, with these variables beside the present ones.
 
-    Args:
-        output: file to which the output of processes is appended.
-        environment: environment variables of the processes, added to those of this one.
-        processes: the most processes that run tests at once.
-        say: called with a line for each test.
+    What they print is appended to ``output``; ``say`` is called with a line for each test.
     """
 
     output: Path
@@ -576,12 +541,7 @@ class Place:
 
 @dataclass
 class TestRecord(Record):
-    """The result of one test.
-
-    Args:
-        method: id of the test.
-        properties: values that the test recorded, by name.
-    """
+    """The result of one test (``method``: its id), with the values that it recorded (``properties``)."""
 
     __test__ = False  # for pytest: this class is no test
 
@@ -669,9 +629,8 @@ def _dead(test: str, began_s: float, told: str) -> Line:
 
 
 def _record_of(suite: Suite, event: Mapping[str, Any]) -> TestRecord:
-    names = {"kind": "test", "workload": suite.name, "status": event["status"]}
-    record = TestRecord(event["id"], event["properties"], **names)
-    record.wall_s, told = event["seconds"], event["text"]
+    about = {"kind": "test", "workload": suite.name, "status": event["status"], "wall_s": event["seconds"]}
+    record, told = TestRecord(event["id"], event["properties"], **about), event["text"]
     if record.status != "passed":
         record.reason = next((line for line in reversed(told.splitlines()) if line.strip()), "")[:300]
     if record.failed:

@@ -28,9 +28,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,9 @@ from benchmarks.exactness import deterministic, fingerprint
 from benchmarks.meters import give_back_cached_memory
 from benchmarks.records import Line, Record, Records
 from hf_actswap import apply
-from hf_actswap.engine import Transfer
 from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs
 from hf_actswap.engine.transfer import transfer_of
-from hf_actswap.planner import BudgetError, CountingMeter, Planner
+from hf_actswap.planner import AllocatorMeter, BudgetError, CountingMeter, Meter, Planner
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 
 OUT_OF_MEMORY, OPTIMIZER_STATES = "out of memory", "optimizer states"
@@ -56,16 +55,10 @@ FROZEN_PEERS = "frozen weights, peers"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Llama and its training.
+    """Sizes of a Llama and its training: ``steps`` measured steps on sequences of ``tokens``.
 
-    Args:
-        name: name of the workload in the results.
-        steps: number of measured steps.
-        layers, hidden, vocabulary: sizes of the model; its feed-forward is 11/4 as wide, its heads 128 wide.
-        tokens: length of the one sequence.
-        micro_batches: number of forwards and backwards in a step.
-        min_tensor_bytes: states that are smaller stay on the device.
-        expected_s: estimated seconds of one case, to plan the time of a run.
+    The feed-forward is 11/4 as wide as ``hidden``, heads are 128 wide. A step has ``micro_batches`` forwards
+    and backwards. States under ``min_tensor_bytes`` stay on the device. One case takes about ``expected_s``.
     """
 
     name: str
@@ -107,8 +100,7 @@ class Case:
     """One training.
 
     Args:
-        kind: `OUT_OF_MEMORY`, `OPTIMIZER_STATES`, or one of the frozen weights.
-        method: name of the case.
+        kind, method: what is measured, and the name of the case.
         planned: whether it trains with the planner.
         share: its memory limit, as a fraction of the memory that plain needs; ``None``: no limit.
         resident: fraction of the states on the device at once; ``None``: `OptimizerStates` is not used.
@@ -159,11 +151,8 @@ class Training(Record):
     """The result of one training under a memory limit.
 
     Args:
-        method: name of the case.
         share: memory limit as a fraction of plain's peak; ``limit_bytes``: in bytes; ``None``: no limit.
-        losses: loss of each step.
-        step_ms: time of each step.
-        phases: the planner's phase in each step.
+        losses, step_ms, phases: loss, time and the planner's phase of each step.
         peak_bytes: the most that the allocator held in any step, except in warm-up, where the planner itself
             reads and resets the counter.
         stable_peak_bytes: the same in stable steps only.
@@ -190,7 +179,6 @@ class StatesRow(Record):
     """One case of the optimizer's states; times are medians over the measured steps.
 
     Args:
-        method: name of the case.
         step_ms: time of forwards, backwards and the optimizer's step.
         optimizer_ms: time of the optimizer's step alone, as the device sees it.
         state_bytes: bytes of the optimizer's states.
@@ -229,12 +217,13 @@ class TrainingJob:
     def title(self) -> str:
         return f"{self.case.kind} {self.case.method}"
 
-    def blank(self) -> Training | StatesRow:
-        known: dict[str, Any] = {"kind": self.case.kind, "workload": self.sizes.name}
-        known["settings"] = asdict(self.sizes)
-        if self.case.kind != OPTIMIZER_STATES:
-            return Training(self.case.method, self.case.share, **known)
-        return StatesRow(self.case.method, **known)
+    def blank(self) -> Any:
+        """Return the `Training` or `StatesRow` with nothing measured yet."""
+        about: dict[str, Any] = {"kind": self.case.kind, "workload": self.sizes.name}
+        about["settings"] = asdict(self.sizes)
+        if self.case.kind == OPTIMIZER_STATES:
+            return StatesRow(self.case.method, **about)
+        return Training(self.case.method, self.case.share, **about)
 
     def estimate_s(self, _session: object) -> float:
         return self.sizes.expected_s * self.case.effort
@@ -242,11 +231,9 @@ class TrainingJob:
     def request(self, records: Records) -> dict[str, Any] | str:
         if self.case.weights == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
             return "DeepSpeed is not installed"
-        needed_bytes = None
-        if self.case.share is not None:
-            needed_bytes = self._needed_bytes(records)
-            if needed_bytes is None:
-                return "what plain needs was not measured"
+        needed_bytes = self._needed_bytes(records) if self.case.share is not None else None
+        if self.case.share is not None and needed_bytes is None:
+            return "what plain needs was not measured"
         return {
             "kind": self.case.kind,
             "method": self.case.method,
@@ -295,7 +282,7 @@ class _Counted(CountingMeter):
 
 
 @contextmanager
-def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[_Counted | None]:
+def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[Meter]:
     """Within the block limit memory: on an accelerator by its allocator, on the CPU by the meter yielded."""
     if device.type == "cpu":
         counted = _Counted(limit_bytes)
@@ -309,22 +296,20 @@ def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[_Counted
     share = 1.0 if limit_bytes is None else limit_bytes / total_bytes
     torch.cuda.set_per_process_memory_fraction(share, device)
     try:
-        yield None
+        yield AllocatorMeter(device)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.device) -> Training:
     """Train once, under a limit of memory if the case has one: a share of ``needed_bytes``, plain's peak."""
-    limit_bytes = None
+    done: Training = TrainingJob(case, sizes).blank()
     if case.share is not None and needed_bytes is not None:
-        limit_bytes = int(case.share * needed_bytes)
-    known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
-    done = Training(case.method, case.share, limit_bytes, **known)
+        done.limit_bytes = int(case.share * needed_bytes)
     _clean(device)
-    with deterministic(fill=False), _limited(device, limit_bytes) as counted:
+    with deterministic(fill=False), _limited(device, done.limit_bytes) as meter:
         try:
-            _train(done, case, sizes, device, counted)
+            _train(done, case, sizes, device, meter)
         except (BudgetError, torch.OutOfMemoryError) as error:
             done.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return done
@@ -335,31 +320,25 @@ def _clean(device: torch.device) -> None:
     give_back_cached_memory(device)
 
 
-def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, counted: _Counted | None) -> None:
+def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, meter: Meter) -> None:
     model = sizes.model(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    applied: Any = None
     if case.weights is not None:
         model = _with_adapters(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    if (peer := PEERS.get(case.weights or "")) is not None:
-        model, optimizer = peer(model, optimizer, device)
-    elif case.weights is not None:
-        applied = apply(model, {**RECOMPUTED_IN_TILES, "memory": {"weights": case.weights}})
-    planner: Any = None
-    if case.planned:
-        planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=counted)
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        planner: Any = None
+        if (peer := PEERS.get(case.weights or "")) is not None:
+            model, optimizer = peer(model, optimizer, device)
+        elif case.weights is not None:
+            stack.enter_context(apply(model, {**RECOMPUTED_IN_TILES, "memory": {"weights": case.weights}}))
+        if case.planned:
+            planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=meter)
+            stack.callback(planner.remove)
+            stack.callback(lambda: setattr(done, "evicted_bytes", planner.evicted_bytes))
         for number in range(sizes.steps):
-            _step(done, sizes.ids(number, device), model, optimizer, planner, counted)
-    finally:
-        if planner is not None:
-            done.evicted_bytes = planner.evicted_bytes
-            planner.remove()
-        if applied is not None:
-            applied.remove()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            _step(done, sizes.ids(number, device), model, optimizer, planner, meter)
 
 
 class _ZeroStep:
@@ -437,11 +416,10 @@ def _step(
     model: Any,
     optimizer: torch.optim.Optimizer | _ZeroStep,
     planner: Planner | None,
-    counted: _Counted | None,
+    meter: Meter,
 ) -> None:
     phase = planner.phase if planner is not None else ""
-    device = batches.device
-    _reset(device, counted)
+    meter.reset_peak()
     start = time.perf_counter()
     for ids in batches:
         loss = model(input_ids=ids, labels=ids).loss
@@ -450,10 +428,10 @@ def _step(
         else:
             loss.backward()
     done.losses.append(loss.item())
-    peak_bytes = _peak_bytes(device, counted)
+    peak_bytes = meter.reserved_peak_bytes()
     optimizer.step()
     optimizer.zero_grad()
-    peak_bytes = max(peak_bytes, _peak_bytes(device, counted))
+    peak_bytes = max(peak_bytes, meter.reserved_peak_bytes())
     done.step_ms.append((time.perf_counter() - start) * 1e3)
     done.phases.append(phase)
     if phase != "warm-up":
@@ -462,134 +440,97 @@ def _step(
         done.stable_peak_bytes = max(done.stable_peak_bytes, peak_bytes)
 
 
-def _reset(device: torch.device, counted: _Counted | None) -> None:
-    if counted is not None:
-        counted.reset_peak()
-    else:
-        torch.accelerator.reset_peak_memory_stats(device)
+@contextmanager
+def _states_on_host(
+    case: Case, sizes: Sizes, model: Any, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Iterator[OptimizerStates | None]:
+    if case.resident is None:
+        yield None
+        return
+    pool = HostPool(PageableSlabs() if device.type == "cpu" else PinnedSlabs(device, frozenset()))
+    total = 2 * sum(item.nbytes for item in model.parameters())
+    states = OptimizerStates(
+        optimizer,
+        transfer_of(device),
+        pool,
+        model=model,
+        layers=list(model.model.layers),
+        resident_bytes=int(case.resident * total),
+        min_tensor_bytes=sizes.min_tensor_bytes,
+    )
+    states.attach()
+    try:
+        yield states
+    finally:
+        states.remove()
+        pool.close()
 
 
-def _peak_bytes(device: torch.device, counted: _Counted | None) -> int:
-    if counted is not None:
-        return counted.peak_bytes()
-    return int(torch.accelerator.max_memory_reserved(device))
+class _StatesStep(NamedTuple):
+    """One step with the optimizer's states: the fields of `StatesRow`; on the CPU peaks are 0."""
+
+    step_ms: float
+    optimizer_ms: float
+    freed_share: float
+    forward_peak_bytes: int
+    step_peak_bytes: int
 
 
-def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
-        state
-        for entries in optimizer.state.values()
-        for state in entries.values()
-        if isinstance(state, torch.Tensor) and state.numel() > 1
-    ]
+def _states_step(
+    model: Any, optimizer: torch.optim.Optimizer, states: OptimizerStates | None, batches: torch.Tensor
+) -> _StatesStep:
+    device, freed_share = batches.device, 1.0 if states is not None else 0.0
+    meter: Meter = CountingMeter() if device.type == "cpu" else AllocatorMeter(device)  # never started
+    meter.reset_peak()
+    start = _now(device)
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        if states is not None and states.state_bytes:
+            freed_share = min(freed_share, 1 - states.device_bytes / states.state_bytes)
+        loss.backward()
+        del loss
+    between, forward_peak = _now(device), meter.peak_bytes()
+    meter.reset_peak()
+    optimizer.step()
+    optimizer.zero_grad()
+    end = _now(device)
+    times_ms = (end - start) * 1e3, (end - between) * 1e3
+    return _StatesStep(*times_ms, freed_share, forward_peak, meter.peak_bytes())
 
 
-class Subject:
-    """A model in training, under one case of the optimizer's states."""
-
-    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
-        self.case, self.sizes, self.device = case, sizes, device
-        self.model: nn.Module = sizes.model(device, torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.states: OptimizerStates | None = None
-        self.transfer: Transfer | None = None
-        self._pool: HostPool | None = None
-        self.freed: list[float] = []
-        self.step_ms: list[float] = []
-        self.optimizer_ms: list[float] = []
-        self.forward_peaks: list[int] = []
-        self.step_peaks: list[int] = []
-        if case.resident is not None:
-            self._keep_on_host(case.resident)
-
-    def _keep_on_host(self, share: float) -> None:
-        streams = self.device.type != "cpu"
-        self.transfer = transfer_of(self.device)
-        self._pool = HostPool(PinnedSlabs(self.device, frozenset())) if streams else HostPool(PageableSlabs())
-        total = 2 * sum(item.nbytes for item in self.model.parameters())
-        decoder: Any = self.model.get_submodule("model")
-        self.states = OptimizerStates(
-            self.optimizer,
-            self.transfer,
-            self._pool,
-            model=self.model,
-            layers=list(decoder.layers),
-            resident_bytes=int(share * total),
-            min_tensor_bytes=self.sizes.min_tensor_bytes,
-        )
-        self.states.attach()
-
-    def step(self, number: int) -> None:
-        batches = self.sizes.ids(number, self.device)
-        self._forget_peak()
-        start = self._now()
-        for ids in batches:
-            loss = self.model(input_ids=ids, labels=ids).loss
-            self._note_freed()
-            loss.backward()
-            del loss
-        between = self._now()
-        forward_peak = self._peak()
-        self._forget_peak()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        end = self._now()
-        if number >= STATES_WARMUP_STEPS:
-            self.step_ms.append((end - start) * 1e3)
-            self.optimizer_ms.append((end - between) * 1e3)
-            if forward_peak is not None:
-                self.forward_peaks.append(forward_peak)
-                self.step_peaks.append(self._peak() or 0)
-
-    def _note_freed(self) -> None:
-        if self.states is None:
-            self.freed.append(0.0)
-        elif self.states.state_bytes:
-            self.freed.append(1 - self.states.device_bytes / self.states.state_bytes)
-
-    def _now(self) -> float:
-        """Return the time when the compute stream is done; copies on other streams may still run."""
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
-        return time.perf_counter()
-
-    def _peak(self) -> int | None:
-        return None if self.device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self.device))
-
-    def _forget_peak(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
-
-    def finish(self) -> None:
-        """Remove the hooks and free the host memory."""
-        if self.states is not None:
-            self.states.remove()
-        if self._pool is not None:
-            self._pool.close()
+def _now(device: torch.device) -> float:
+    """Return the time when the compute stream is done; copies on other streams may still run."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+    return time.perf_counter()
 
 
 def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
     _clean(device)
-    known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
-    subject, row = Subject(case, sizes, device), StatesRow(case.method, **known)
-    before = None
-    with deterministic(fill=False):
-        for number in range(STATES_WARMUP_STEPS + sizes.steps):
-            if number == STATES_WARMUP_STEPS and subject.states is not None:
-                before = subject.states.stats()
-            subject.step(number)
-    row.step_ms = statistics.median(subject.step_ms)
-    row.optimizer_ms = statistics.median(subject.optimizer_ms)
-    row.freed_share = min(subject.freed)
-    if subject.states is not None and before is not None:
-        change = subject.states.stats() - before
-        row.moved_bytes = (change.offloaded_bytes + change.prefetched_bytes) // sizes.steps
-        row.stall_ms = change.stall_ms / sizes.steps
-        row.pinning_ms = subject.states.stats().pinning_ms  # in warm-up
-    if subject.forward_peaks:
-        row.forward_peak_bytes, row.step_peak_bytes = max(subject.forward_peaks), max(subject.step_peaks)
-    subject.finish()
-    row.state_bytes = sum(item.nbytes for item in moving(subject.optimizer))
-    parts = [fingerprint(parameter) for parameter in subject.model.parameters()]
+    row: StatesRow = TrainingJob(case, sizes).blank()
+    model = sizes.model(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    with deterministic(fill=False), _states_on_host(case, sizes, model, optimizer, device) as states:
+
+        def steps(numbers: range) -> list[_StatesStep]:
+            return [_states_step(model, optimizer, states, sizes.ids(one, device)) for one in numbers]
+
+        steps(range(STATES_WARMUP_STEPS))
+        before = states.stats() if states is not None else None
+        timed = steps(range(STATES_WARMUP_STEPS, STATES_WARMUP_STEPS + sizes.steps))
+        if states is not None and before is not None:
+            change = states.stats() - before
+            row.moved_bytes = (change.offloaded_bytes + change.prefetched_bytes) // sizes.steps
+            row.stall_ms = change.stall_ms / sizes.steps
+            row.pinning_ms = states.stats().pinning_ms  # in warm-up
+    row.step_ms = statistics.median(step.step_ms for step in timed)
+    row.optimizer_ms = statistics.median(step.optimizer_ms for step in timed)
+    row.freed_share = min(step.freed_share for step in timed)
+    if device.type != "cpu":
+        row.forward_peak_bytes = max(step.forward_peak_bytes for step in timed)
+        row.step_peak_bytes = max(step.step_peak_bytes for step in timed)
+    found = (value for entries in optimizer.state.values() for value in entries.values())
+    row.state_bytes = sum(value.nbytes for value in found if value.numel() > 1)
+    parts = [fingerprint(parameter) for parameter in model.parameters()]
     row.parameters = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     return row

@@ -24,19 +24,10 @@ _SHARE_OF_FREE_MEMORY = 0.7
 
 @dataclass(frozen=True)
 class Workload:
-    """Shape of the model and of its input.
+    """Shape of the model and of its input: one sequence of ``tokens``.
 
-    Args:
-        name: name of the preset.
-        model: name of the model with these shapes.
-        layers: number of decoder layers.
-        tokens: length of the one sequence.
-        hidden, intermediate, heads, kv_heads, vocab: as in ``LlamaConfig``.
-        head: whether to run the whole model; otherwise the decoder stack.
-        dtype: ``float32`` or ``bfloat16``.
-        steps: number of timed steps.
-        warmup_steps: number of steps before them.
-        expected_ms: estimated time of an eager step on an H200, to plan the time of a run.
+    ``head``: whether the whole model runs; otherwise the decoder stack. ``expected_ms``: estimated time of an
+    eager step on an H200, to plan the time of a run. The other sizes are named as in ``LlamaConfig``.
     """
 
     name: str
@@ -60,48 +51,29 @@ class Workload:
         return dtype
 
     @property
+    def kv_width(self) -> int:
+        return self.hidden * self.kv_heads // self.heads
+
+    @property
     def title(self) -> str:
         """Model, sizes and form as one line of text."""
         form = "whole model" if self.head else "decoder stack"
-        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        layers = f"{self.layers} layer{'s' * (self.layers > 1)}"
         return f"{self.model}, {layers}, {self.tokens:,} tokens, {form}, {self.dtype}"
 
 
-_TINY: dict[str, Any] = {
-    "model": "tiny",
-    "layers": 4,
-    "tokens": 256,
-    "hidden": 256,
-    "intermediate": 688,
-    "heads": 8,
-    "kv_heads": 8,
-    "vocab": 512,
-    "dtype": "float32",
-    "steps": 5,
-    "warmup_steps": 2,
-}
-_7B: dict[str, Any] = {
-    "model": "Llama-2-7B",
-    "hidden": 4096,
-    "intermediate": 11008,
-    "heads": 32,
-    "kv_heads": 32,
-    "vocab": 32000,
-}
-_8B: dict[str, Any] = {
-    "model": "Llama-3-8B",
-    "hidden": 4096,
-    "intermediate": 14336,
-    "heads": 32,
-    "kv_heads": 8,
-    "vocab": 128256,
-}
+# Model, hidden and feed-forward sizes, heads, heads of keys and values, vocabulary.
+_SIZES = ("model", "hidden", "intermediate", "heads", "kv_heads", "vocab")
+_7B: dict[str, Any] = dict(zip(_SIZES, ("Llama-2-7B", 4096, 11008, 32, 32, 32000), strict=True))
+_8B: dict[str, Any] = dict(zip(_SIZES, ("Llama-3-8B", 4096, 14336, 32, 8, 128256), strict=True))
+_TINY: dict[str, Any] = dict(zip(_SIZES, ("tiny", 256, 688, 8, 8, 512), strict=True))
+_TINY |= {"tokens": 256, "dtype": "float32", "steps": 5, "warmup_steps": 2}
 
 PRESETS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("cpu", **_TINY),
-        Workload("cpu-model", **{**_TINY, "layers": 2}, head=True),
+        Workload("cpu", **_TINY, layers=4),
+        Workload("cpu-model", **_TINY, layers=2, head=True),
         Workload("7b-8k", **_7B, layers=16, tokens=8192, expected_ms=390),
         Workload("7b-32k", **_7B, layers=6, tokens=32768, expected_ms=840),
         Workload("8b-8k-model", **_8B, layers=8, tokens=8192, head=True, expected_ms=330),
@@ -119,15 +91,13 @@ def layer_saved_bytes(workload: Workload) -> int:
     Per token: both norms keep their input in fp32, their output and the normed value; attention keeps q, k, v
     and its output; the feed-forward keeps its four inner values.
     """
-    kv_width = workload.hidden * workload.kv_heads // workload.heads
-    values = 6 * workload.hidden + 2 * kv_width + 4 * workload.intermediate
+    values = 6 * workload.hidden + 2 * workload.kv_width + 4 * workload.intermediate
     return workload.tokens * (workload.torch_dtype.itemsize * values + 2 * 4 * workload.hidden)
 
 
 def layer_weight_bytes(workload: Workload) -> int:
     """Return the bytes of one layer's matrices."""
-    kv_width = workload.hidden * workload.kv_heads // workload.heads
-    attention = 2 * workload.hidden * (workload.hidden + kv_width)
+    attention = 2 * workload.hidden * (workload.hidden + workload.kv_width)
     return (attention + 3 * workload.hidden * workload.intermediate) * workload.torch_dtype.itemsize
 
 
@@ -211,17 +181,13 @@ class TrainingStep:
         torch.manual_seed(0)
         self.workload, self.device = workload, device
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        config = llama_config(workload)
         with device:
-            self.model: Any = self._build(config).to(workload.torch_dtype).train()
-            self._make_input()
+            self.model: Any = self._build(llama_config(workload)).to(workload.torch_dtype).train()
         for leaf in self.leaves().values():
             leaf.grad = torch.zeros_like(leaf)
 
     def _build(self, config: LlamaConfig) -> Any:
-        raise NotImplementedError
-
-    def _make_input(self) -> None:
+        """Return the model; then make its input."""
         raise NotImplementedError
 
     def forward(self) -> torch.Tensor:
@@ -270,12 +236,10 @@ class DecoderStack(TrainingStep):
         model = LlamaModel(config)
         model.norm = nn.Identity()
         model.embed_tokens.requires_grad_(False)
-        return model
-
-    def _make_input(self) -> None:
         shape = (1, self.workload.tokens, self.workload.hidden)
         self.hidden = torch.randn(shape, dtype=self.workload.torch_dtype).requires_grad_()
         self.output_gradient = torch.randn_like(self.hidden)
+        return model
 
     def leaves(self) -> dict[str, torch.Tensor]:
         return {"input": self.hidden, **self.weights()}
@@ -291,12 +255,8 @@ class DecoderStack(TrainingStep):
     def loss(self, output: torch.Tensor) -> float:
         """Return the mean of output times the fixed gradient, from which backward starts."""
         total = torch.zeros((), device=output.device)
-        pieces = zip(
-            output.detach().split(_TOKENS_AT_ONCE, dim=1),
-            self.output_gradient.split(_TOKENS_AT_ONCE, dim=1),
-            strict=True,
-        )
-        for piece, gradient in pieces:
+        pieces = (whole.split(_TOKENS_AT_ONCE, dim=1) for whole in (output.detach(), self.output_gradient))
+        for piece, gradient in zip(*pieces, strict=True):
             total += (piece.float() * gradient.float()).sum()
         return float(total) / output.numel()
 
@@ -305,10 +265,9 @@ class WholeModel(TrainingStep):
     """Embedding, decoder layers, final norm, head and cross-entropy on random tokens."""
 
     def _build(self, config: LlamaConfig) -> Any:
-        return LlamaForCausalLM(config)
-
-    def _make_input(self) -> None:
+        model = LlamaForCausalLM(config)
         self.input_ids = torch.randint(self.workload.vocab, (1, self.workload.tokens))
+        return model
 
     def forward(self) -> torch.Tensor:
         """Return the loss, a scalar."""

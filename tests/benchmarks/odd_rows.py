@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,35 +19,34 @@ from benchmarks.runner import serve
 from benchmarks.workloads import TrainingStep
 
 
-@contextmanager
-def raises(_step: TrainingStep, _config: Any) -> Iterator[None]:
+def raises() -> None:
     raise ValueError("no such thing")
-    yield
 
 
-@contextmanager
-def hangs(_step: TrainingStep, _config: Any) -> Iterator[None]:
+def hangs() -> None:
     time.sleep(600)
-    yield
 
 
-@contextmanager
-def dies(_step: TrainingStep, _config: Any) -> Iterator[None]:
+def dies() -> None:
     sys.stderr.write("the last words\n")
     os._exit(9)
-    yield
 
 
-ODD_ROWS = (Row("raises", raises), Row("hangs", hangs), Row("dies", dies), Row("goes on", nothing))
+def _row(goes_wrong: Callable[[], None]) -> Row:
+    @contextmanager
+    def setup(_step: TrainingStep, _config: Any) -> Iterator[None]:
+        goes_wrong()
+        yield
+
+    return Row(goes_wrong.__name__, setup)
+
+
+ODD_ROWS = (*map(_row, (raises, hangs, dies)), Row("goes on", nothing))
 
 
 def serve_odd(requests: Connection, output: Path, device: str) -> None:
     """Serve all rows, these among them."""
     serve(requests, output, device, (*ROWS, *ODD_ROWS))
-
-
-def hang_in_here() -> None:
-    time.sleep(600)
 
 
 def answer_oddly(requests: Connection, output: Path, _device: str) -> None:
@@ -60,9 +59,5 @@ def answer_oddly(requests: Connection, output: Path, _device: str) -> None:
     with suppress(EOFError):
         while True:
             kind = requests.recv()["kind"]
-            if kind == "hang":
-                hang_in_here()
-            if kind == "die":
-                os.write(2, b"the last words\n")
-                os._exit(9)
+            {"hang": hangs, "die": dies}.get(kind, lambda: None)()
             requests.send({"pid": os.getpid(), "ends": kind == "bad"})

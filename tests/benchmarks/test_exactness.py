@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import SETTINGS
-from benchmarks.exactness import deterministic
+from benchmarks.exactness import deterministic, differing, fingerprint, fingerprints, useless
 from tests.quick_cases import quick_first
 
 Mode = tuple[bool, bool, bool]
@@ -26,30 +26,33 @@ def mode() -> Mode:
     )
 
 
-@pytest.mark.parametrize("fill", [True, False])
-def test_it_is_strict(fill: bool) -> None:
-    with deterministic(fill):
-        assert mode() == (True, False, fill)
+def set_mode(enabled: bool, warns: bool, fills: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-@pytest.mark.parametrize("before", [(False, False, True), (True, True, False), (True, False, True)])
-def test_what_was_set_before_is_set_again(before: Mode) -> None:
+@pytest.fixture(params=[(False, False, True), (True, True, False), (True, False, True)])
+def before(request: pytest.FixtureRequest) -> Iterator[Mode]:
     at_first = mode()
-    try:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
-        with pytest.raises(ValueError, match="inside"), deterministic():
-            raise ValueError("inside")
-        assert mode() == before
-    finally:
-        torch.use_deterministic_algorithms(at_first[0], warn_only=at_first[1])
-        torch.utils.deterministic.fill_uninitialized_memory = at_first[2]
+    set_mode(*request.param)
+    yield request.param
+    set_mode(*at_first)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_it_is_strict_and_what_was_set_before_is_set_again(fill: bool, before: Mode) -> None:
+    def fail() -> None:
+        assert mode() == (True, False, fill)
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"), deterministic(fill):
+        fail()
+    assert mode() == before
 
 
 def test_nobody_else_sets_the_mode(repository: Path) -> None:
-    calls = re.compile(r"use_deterministic_algorithms\(")
     files = [path for part in ("benchmarks", "tests") for path in (repository / part).rglob("*.py")]
-    found = {path.name for path in files if calls.search(path.read_text(encoding="utf-8"))}
+    found = {path.name for path in files if "use_deterministic_algorithms(" in path.read_text("utf-8")}
     assert found == {"exactness.py", Path(__file__).name}
 
 
@@ -71,3 +74,25 @@ def test_settings_are_there_before_torch_is(command: str, repository: Path) -> N
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines()[:1] == ["True"], done.stderr
+
+
+def test_fingerprint_sees_a_flipped_bit_a_swap_and_a_sign_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1000, dtype=torch.bfloat16)
+    values[7] = 0.0
+    flipped, swapped, signed = values.clone(), values.clone(), values.clone()
+    flipped.view(torch.int16)[500] ^= 1
+    swapped[[3, 4]] = swapped[[4, 3]]
+    signed[7] = -0.0
+    whole = fingerprint(values)
+    assert whole not in [fingerprint(other) for other in (flipped, swapped, signed)]
+    assert fingerprint(values.clone().reshape(10, 100)) == whole
+    monkeypatch.setattr("benchmarks.exactness._ELEMENTS_AT_ONCE", 64)
+    assert fingerprint(values) == whole
+
+
+def test_what_differs_on_either_side_or_proves_nothing_is_named() -> None:
+    one = fingerprints({"a": torch.ones(3), "b": torch.ones(3)})
+    other = fingerprints({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)})
+    assert (differing(one, other), differing(one, one)) == (["b", "c"], [])
+    values = {"zeros": torch.zeros(2), "nan": torch.tensor([1.0, torch.nan]), "good": torch.ones(2)}
+    assert useless(values) == ["zeros", "nan"]

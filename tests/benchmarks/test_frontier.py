@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from benchmarks import frontier
 from benchmarks.methods import actswap, nothing
 from benchmarks.records import Result
-from benchmarks.rows import ROWS, Row
+from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.workloads import (
     DEFAULT_PRESETS,
     PRESETS,
@@ -37,27 +38,13 @@ CI_ROWS = (
     *("hf-checkpointing", "save-on-cpu", "compiled", "actswap-default-auto"),
     *("actswap-everything-auto", "actswap-full-recompute", "actswap-mixed"),
 )
-NUMBER = (int, float)
-KEYS: dict[str, tuple[type, ...]] = {
-    "method": (str,),
-    "compiled": (bool,),
-    "model": (str,),
-    "layers": (int,),
-    "seq": (int,),
-    "batch": (int,),
-    "head": (bool,),
-    "ms": NUMBER,
-    "activation_bytes": (int,),
-    "peak_allocated_bytes": (int,),
-    "peak_reserved_bytes": (type(None),),  # the CPU has no allocator that reserves
-    "host_bytes": (int,),
-    "swapped_bytes": (int,),
-    "first_step_ms": NUMBER,
-    "loss": (float,),
-    "grad_norm": (float,),
-    "device": (str,),
-    "torch": (str,),
-    "transformers": (str,),
+KEYS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("method", "model", "device", "torch", "transformers"), str),
+    **dict.fromkeys(("compiled", "head"), bool),
+    **dict.fromkeys(("layers", "seq", "batch", "activation_bytes", "peak_allocated_bytes"), int),
+    **dict.fromkeys(("host_bytes", "swapped_bytes"), int),
+    **dict.fromkeys(("ms", "first_step_ms", "loss", "grad_norm"), float),
+    "peak_reserved_bytes": type(None),  # the CPU has no allocator that reserves
     "commit": (str, type(None)),  # an unpacked archive has none
 }
 """What every row holds, and of what type where it was measured on the CPU."""
@@ -72,8 +59,8 @@ def run(out: Path, *arguments: str, rows: tuple[Row, ...] = ROWS) -> tuple[int, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """Where the command itself wrote its results, run from a foreign directory."""
+def recorded(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> list[dict[str, Any]]:
+    """What the command itself wrote, run from a foreign directory."""
     folder = tmp_path_factory.mktemp("frontier")
     command = [sys.executable, str(repository / "benchmarks" / "frontier.py"), *TINY]
     command += ["--out", "out.json", "--rows", *CI_ROWS]
@@ -81,14 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     environment.pop("PYTORCH_ALLOC_CONF", None)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    for name in CI_ROWS:
-        assert name in done.stdout
-    return folder
-
-
-@pytest.fixture(scope="module")
-def recorded(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    assert all(name in done.stdout for name in CI_ROWS)
+    found: list[dict[str, Any]] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +79,21 @@ def rows(recorded: list[dict[str, Any]]) -> Rows:
     return {row["method"]: row for row in recorded if not row["head"]}
 
 
-def test_every_row_has_the_keys_and_their_types(recorded: list[dict[str, Any]]) -> None:
-    assert [row["method"] for row in recorded] == ["eager", *_in_table_order(CI_ROWS)] * 2
+def test_every_row_has_the_keys_and_their_types(recorded: list[dict[str, Any]], repository: Path) -> None:
+    names = [row.name for row in ROWS if row.name in (EAGER.name, *CI_ROWS)]
+    assert [row["method"] for row in recorded] == names * 2
+    reasons = {}
     for row in recorded:
         assert set(row) >= set(KEYS)
-        for key, types in KEYS.items():
-            if row["status"] == "measured":
-                assert isinstance(row[key], types), (row["method"], key, row[key])
-    measured = [row for row in recorded if row["status"] == "measured"]
-    assert len(measured) == 2 * (1 + len(CI_ROWS) - 2)  # save-on-cpu and compiled do not suit the CPU
-
-
-def _in_table_order(names: tuple[str, ...]) -> list[str]:
-    return [row.name for row in ROWS if row.name in names]
-
-
-def test_rows_say_where_and_with_what(recorded: list[dict[str, Any]], repository: Path) -> None:
+        if row["status"] == "measured":
+            wrong = [key for key, kind in KEYS.items() if not isinstance(row[key], kind)]
+            assert not wrong, row["method"]
+        else:
+            reasons[row["method"]] = row["reason"]
+    assert reasons == {
+        "save-on-cpu": "the CPU has no memory of its own to offload from",
+        "compiled": "compiling is slow on the CPU; ask for it with --compile",
+    }
     row = recorded[0]
     assert (row["model"], row["layers"], row["seq"], row["batch"]) == ("tiny", LAYERS, TOKENS, 1)
     assert (row["device"], row["torch"]) == ("cpu", torch.__version__)
@@ -121,14 +102,6 @@ def test_rows_say_where_and_with_what(recorded: list[dict[str, Any]], repository
     assert environment["hardware"]["memory_bytes"] > 2**30
     assert set(environment["versions"]) >= {"python", "accelerate", "hf_actswap"}
     assert str(repository) not in json.dumps(recorded)
-
-
-def test_rows_that_do_not_suit_the_cpu_give_a_reason(rows: Rows) -> None:
-    skipped = {name: row["reason"] for name, row in rows.items() if row["status"] != "measured"}
-    assert skipped == {
-        "save-on-cpu": "the CPU has no memory of its own to offload from",
-        "compiled": "compiling is slow on the CPU; ask for it with --compile",
-    }
 
 
 def test_rows_of_ours_are_exact_and_compute_the_same(recorded: list[dict[str, Any]]) -> None:
@@ -147,21 +120,22 @@ def test_loss_of_a_whole_model_is_that_of_knowing_nothing(recorded: list[dict[st
 
 def test_eager_holds_what_its_layers_save(rows: Rows) -> None:
     """Bytes from shapes. In fp32 a norm's upcast is the tensor itself: 10 hidden + 4 intermediate a token."""
+    eager = rows["eager"]
     floats_of_a_layer = 10 * SHAPE.hidden + 4 * SHAPE.intermediate
     statistics = SHAPE.heads + 2  # of attention, and of two norms
     rope_tables = 2 * SHAPE.hidden // SHAPE.heads
     # The last layer's output is held as well; the first layer's input is the stack's own, at rest.
     saved = 4 * TOKENS * (LAYERS * (floats_of_a_layer + statistics) + rope_tables)
     position_ids = 8 * TOKENS
-    assert saved <= rows["eager"]["held_bytes"] <= saved + position_ids
-
-
-def test_peak_is_baseline_and_activation_bytes(rows: Rows) -> None:
-    weights = LAYERS * (4 * SHAPE.hidden**2 + 3 * SHAPE.hidden * SHAPE.intermediate + 2 * SHAPE.hidden)
-    baseline = 2 * 4 * (weights + TOKENS * SHAPE.hidden)  # each with its gradient
-    eager = rows["eager"]
+    assert saved <= eager["held_bytes"] <= saved + position_ids
+    matrices = 4 * SHAPE.hidden**2 + 3 * SHAPE.hidden * SHAPE.intermediate
+    # Each with its gradient.
+    baseline = 2 * 4 * (LAYERS * (matrices + 2 * SHAPE.hidden) + TOKENS * SHAPE.hidden)
     assert eager["baseline_bytes"] == baseline
     assert eager["peak_allocated_bytes"] == baseline + eager["activation_bytes"]
+    # What workloads are scaled down by.
+    estimate = layer_bytes(replace(SHAPE, layers=LAYERS, tokens=TOKENS)) - 2 * 4 * matrices
+    assert eager["held_bytes"] == pytest.approx(LAYERS * estimate, rel=0.15)
 
 
 def test_default_swap_holds_less_by_what_it_offloads(tmp_path: Path) -> None:
@@ -189,11 +163,8 @@ def test_recomputation_holds_layer_inputs_only(rows: Rows) -> None:
 def one_wrong_gradient(step: TrainingStep, _config: Any) -> Iterator[None]:
     """Change one weight's gradient in its last place."""
     weight = step.model.layers[1].mlp.up_proj.weight
-    handle = weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
-    try:
+    with weight.register_hook(lambda gradient: gradient * (1 + 2**-20)):
         yield None
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -203,11 +174,8 @@ def without_memory(step: TrainingStep, _config: Any) -> Iterator[None]:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nOf the allocated memory ...")
 
-    handle = step.model.register_forward_pre_hook(fail)
-    try:
+    with step.model.register_forward_pre_hook(fail):
         yield None
-    finally:
-        handle.remove()
 
 
 def test_wrong_gradient_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,11 +192,8 @@ def test_row_without_memory_is_recorded_and_fails_nothing(tmp_path: Path) -> Non
     after = Row("after", nothing, must_be_exact=True)
     status, rows = run(tmp_path / "out.json", rows=(Row("large", without_memory), after))
     assert status == 0
-    assert (rows["large"]["status"], rows["large"]["reason"]) == (
-        "out of memory",
-        "Tried to allocate 20.00 GiB.",
-    )
-    assert rows["large"]["ms"] is None
+    large = ("out of memory", "Tried to allocate 20.00 GiB.", None)
+    assert tuple(rows["large"][name] for name in ("status", "reason", "ms")) == large
     assert rows["after"]["exact"] is True
 
 
@@ -252,21 +217,16 @@ def test_eager_that_differs_from_itself_judges_nobody(tmp_path: Path, monkeypatc
     assert rows["other"]["ms"] is not None
 
 
-def test_row_names_are_unique_and_say_which_are_ours() -> None:
-    names = [row.name for row in ROWS]
-    assert len(set(names)) == len(names)
-    ours = {
-        row.name
-        for row in ROWS
-        if row.setup is actswap or "actswap" in (row.config_for(4) or {}) or row.budget is not None
-    }
-    assert {name for name in names if name.startswith("actswap")} == ours
-
-
-def test_rows_of_a_compile_group_stand_together() -> None:
-    groups = [row.compile_group for row in ROWS]
-    changes = [group for group, before in zip(groups, ["", *groups], strict=False) if group != before]
-    assert len(changes) == len(set(changes))
+def test_rows_have_unique_names_plain_configurations_and_groups_that_stand_together() -> None:
+    """A row's configuration tells whether it has changed. The first row of a compile group compiles."""
+    configs = {row.name: row.config_for(4) or {} for row in ROWS}
+    json.dumps(configs)
+    assert len(configs) == len(ROWS)
+    ours = {row.name for row in ROWS if row.setup is actswap or "actswap" in configs[row.name] or row.budget}
+    assert {name for name in configs if name.startswith("actswap")} == ours
+    assert all(configs[row.name] for row in ROWS if row.setup is actswap)
+    groups = [group for group, _ in itertools.groupby(row.compile_group for row in ROWS)]
+    assert len(groups) == len(set(groups))
 
 
 def test_presets_are_scaled_down_to_the_device() -> None:
@@ -279,13 +239,6 @@ def test_presets_are_scaled_down_to_the_device() -> None:
     short = fitted(PRESETS["7b-32k"], 8 * 2**30)
     assert short.tokens < PRESETS["7b-32k"].tokens
     assert short.layers * layer_bytes(short) <= 8 * 2**30
-
-
-def test_layer_bytes_cover_what_is_measured(rows: Rows) -> None:
-    tiny = replace(SHAPE, layers=LAYERS, tokens=TOKENS)
-    weights_and_gradients = 2 * 4 * (4 * tiny.hidden**2 + 3 * tiny.hidden * tiny.intermediate)
-    saved = layer_bytes(tiny) - weights_and_gradients
-    assert rows["eager"]["held_bytes"] == pytest.approx(LAYERS * saved, rel=0.15)
 
 
 def test_recorded_results_are_complete_and_exact(repository: Path) -> None:

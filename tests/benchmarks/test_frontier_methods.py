@@ -1,13 +1,15 @@
-"""What is put on a model is taken off again, and the meters count what they say."""
+"""What is put on a model is taken off again; meters and machine say what they should."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import hf_actswap
-from benchmarks.exactness import differing, fingerprint, fingerprints, useless
 from benchmarks.measure import Reference, measure_row
 from benchmarks.meters import CopyMeter
 from benchmarks.methods import (
@@ -27,10 +28,13 @@ from benchmarks.methods import (
     save_on_cpu,
     trl_offloading,
 )
+from benchmarks.records import device_named, hardware, link_gb_per_s
 from benchmarks.rows import EAGER, ROWS, Row, swap_everything
-from benchmarks.workloads import PRESETS, TrainingStep, training_step
+from benchmarks.workloads import PRESETS, TrainingStep, timed_step_ms, training_step
+from hf_actswap.engine import Link
 
 CPU = torch.device("cpu")
+ROW = {row.name: row for row in ROWS}
 
 
 def tiny(preset: str = "cpu-model") -> TrainingStep:
@@ -65,12 +69,8 @@ class FakeLiger:
     """Stands for two modules of Liger, whose kernels need an accelerator; it too replaces the forward."""
 
     def apply_liger_kernel_to_llama(self, model: Any, **chosen: bool) -> None:
-        assert chosen == {
-            "rope": False,
-            "rms_norm": False,
-            "swiglu": False,
-            "fused_linear_cross_entropy": True,
-        }
+        others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
+        assert chosen == {**others, "fused_linear_cross_entropy": True}
         model.forward = model.forward
 
     def apply_tiled_mlp(self, fn: Any, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -91,14 +91,17 @@ class FakeLiger:
 def test_methods_leave_the_model_as_it_was(
     setup: Any, options: Mapping[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, TRL_MODULE, FakeOffloading())  # type: ignore[arg-type]
+    trl = FakeOffloading()
+    monkeypatch.setitem(sys.modules, TRL_MODULE, trl)  # type: ignore[arg-type]
     for name in ("transformers", "ops.tiled_mlp"):
         monkeypatch.setitem(sys.modules, f"liger_kernel.{name}", FakeLiger())  # type: ignore[arg-type]
     step = tiny()
     before, context = hooks(step.model), step.context
     budget = functorch_config.activation_memory_budget
-    with setup(step, options), step.context():
-        step.backward(step.forward())
+    with setup(step, options):
+        for _ in range(2):
+            timed_step_ms(step)
+    assert trl.entered == (2 if setup is trl_offloading else 0)  # once a step
     assert hooks(step.model) == before
     assert step.context is context
     assert functorch_config.activation_memory_budget == budget
@@ -107,15 +110,17 @@ def test_methods_leave_the_model_as_it_was(
     assert not any("forward" in vars(module) for module in step.model.modules())
 
 
-@pytest.mark.slow
-def test_trl_is_entered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeOffloading()
-    monkeypatch.setitem(sys.modules, TRL_MODULE, fake)  # type: ignore[arg-type]
-    step = tiny()
-    result = measure_row(step, Row("trl", trl_offloading))
-    assert result.status == "measured", result.reason
-    # Warm-up, timed, under the meter, and the outcome.
-    assert fake.entered == 4
+def test_every_step_of_a_row_is_in_its_context() -> None:
+    """Warm-up, timed, under the meter, and the one that is compared."""
+    context = mock.Mock(side_effect=nullcontext)
+
+    @contextmanager
+    def counted(step: TrainingStep, _options: object) -> Iterator[None]:
+        step.context = context
+        yield
+
+    assert measure_row(tiny(), Row("counted", counted)).status == "measured"
+    assert context.call_count == 4
 
 
 def test_trl_loads_without_datasets() -> None:
@@ -142,7 +147,7 @@ def test_compiled_row_runs_and_its_compilation_is_counted_apart() -> None:
     assert (result.exact, result.activation_bytes) == (None, None)
 
 
-def test_memory_budget_holds_while_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_budget_holds_while_layers_are_compiled() -> None:
     seen = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -157,65 +162,27 @@ def test_memory_budget_holds_while_layers_are_compiled(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layers", [2, 3, 16])
 def test_case3_is_the_recipe_with_auto_and_the_layers_that_there_are(layers: int) -> None:
-    row = next(row for row in ROWS if row.name == "actswap-case3-auto")
-    rules = row.config_for(layers)["swap_config"]["op_swap"]
+    rules = ROW["actswap-case3-auto"].config_for(layers)["swap_config"]["op_swap"]
     assert {rule["backward_prefetch"] for rule in rules} == {"auto"}
     named = {layer for rule in rules if rule["op_name"] == "attention" for layer in rule["layers"]}
     assert named == set(range(min(layers, 4)))
     assert all(rule["layers"] for rule in rules)
 
 
-def test_fingerprint_sees_a_flipped_bit_a_swap_and_a_sign_of_zero() -> None:
-    values = torch.randn(1000, dtype=torch.bfloat16)
-    values[7] = 0.0
-    flipped, swapped, signed = values.clone(), values.clone(), values.clone()
-    flipped.view(torch.int16)[500] ^= 1
-    swapped[[3, 4]] = swapped[[4, 3]]
-    signed[7] = -0.0
-    others = [fingerprint(other) for other in (flipped, swapped, signed)]
-    assert fingerprint(values) not in others
-    assert fingerprint(values.clone().reshape(10, 100)) == fingerprint(values)
-
-
-def test_fingerprint_of_long_tensors_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(1000)
-    whole = fingerprint(values)
-    monkeypatch.setattr("benchmarks.exactness._ELEMENTS_AT_ONCE", 64)
-    assert fingerprint(values) == whole
-
-
-def test_differing_names_both_sides() -> None:
-    one = fingerprints({"a": torch.ones(3), "b": torch.ones(3)})
-    other = fingerprints({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)})
-    assert differing(one, other) == ["b", "c"]
-    assert differing(one, one) == []
-
-
-def test_useless_are_zeros_and_what_is_not_finite() -> None:
-    values = {"zeros": torch.zeros(2), "nan": torch.tensor([1.0, torch.nan]), "good": torch.ones(2)}
-    assert useless(values) == ["zeros", "nan"]
-
-
-def test_copy_meter_counts_nothing_that_stays_where_it_is() -> None:
-    with CopyMeter() as meter:
-        torch.empty(100).copy_(torch.ones(100))
-        torch.ones(100).to(torch.bfloat16)
-    assert meter.copied_bytes == 0
-
-
-@pytest.mark.gpu
-def test_copy_meter_counts_what_goes_to_the_host() -> None:
-    device = torch.accelerator.current_accelerator()
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
+def test_copy_meter_counts_what_goes_to_the_host(kind: str) -> None:
+    device = CPU if kind == "cpu" else device_named()
     values = torch.ones(100, device=device)
     with CopyMeter() as meter:
         torch.empty(100).copy_(values)
         values.cpu()
         torch.ones(100).to(device)
-    assert meter.copied_bytes == 800
+        torch.ones(100).to(torch.bfloat16)
+    assert meter.copied_bytes == (0 if kind == "cpu" else 800)
 
 
 def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
-    row = next(row for row in ROWS if row.name == "actswap-mix-eager")
+    row = ROW["actswap-mix-eager"]
     step = tiny("cpu")
     config = row.config_for(2)
     swap = {key: value for key, value in config["swap_config"].items() if key != "select_recompute_input"}
@@ -234,12 +201,27 @@ def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
 @pytest.mark.slow
 def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     step = training_step(replace(PRESETS["cpu"], layers=6, tokens=128, warmup_steps=1, steps=1), CPU)
-    rows = {row.name: row for row in ROWS}
     reference = Reference.of(step)
     names = ("eager", "hf-checkpointing", "actswap-elementwise", "actswap-mix-eager")
-    found = {name: measure_row(step, rows[name], reference) for name in names}
+    found = {name: measure_row(step, ROW[name], reference) for name in names}
     assert all(result.exact for result in found.values()), [result.reason for result in found.values()]
-    peaks = {name: result.activation_bytes for name, result in found.items()}
-    assert None not in peaks.values()
-    assert peaks["actswap-mix-eager"] <= peaks["hf-checkpointing"]  # type: ignore[operator]
-    assert peaks["actswap-elementwise"] <= 0.65 * peaks["eager"]  # type: ignore[operator]
+    eager, checkpointing, elementwise, mix = (result.activation_bytes or 0 for result in found.values())
+    assert 0 < mix <= checkpointing
+    assert 0 < elementwise <= 0.65 * eager
+
+
+def test_what_is_recorded_of_the_machine() -> None:
+    link = Link(54.9e6, 55.1e6, 49.8e6, 49.5e6, latency_ms=0.5)
+    rates = {"out": 54.9, "in": 55.1, "out_beside_in": 49.8, "in_beside_out": 49.5}
+    assert link_gb_per_s(link) == pytest.approx(rates)
+    found = hardware(CPU)
+    assert "link_gb_per_s" not in found
+    assert found["memory_bytes"] > 2**20
+    assert found["name"]
+
+
+@pytest.mark.gpu
+def test_an_accelerator_tells_its_link() -> None:
+    found = hardware(device_named())["link_gb_per_s"]
+    assert set(found) == {"out", "in", "out_beside_in", "in_beside_out"}
+    assert min(found.values()) > 0.1

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Callable
+import tarfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +44,31 @@ def test_every_stage_is_one_command_of_less_than_nine_minutes() -> None:
 def test_what_the_claims_need_fits_into_the_first_call(number: int, preset: str) -> None:
     """Whatever is measured after it, and even if each estimate were a tenth too low."""
 
-    class Asked:
-        rows: list[str] = []  # noqa: RUF012
-        now_s = START_S
+    asked: list[str] = []
+    now_s = START_S
+    expected = {job.row.name: job for job in all_jobs(number)}
+    peaks = {"activation_bytes": 10, "peak_reserved_bytes": 40, "peak_allocated_bytes": 40}
 
-        def __call__(self, request: Any, _limit_s: float | None) -> Any:
-            if request["kind"] == "origin":
-                return {}
-            self.rows.append(request["row"])
-            job = next(job for job in all_jobs(number) if job.row.name == request["row"])
-            self.now_s += 1.1 * job.estimate_s(session)
-            peaks = {"activation_bytes": 10, "peak_reserved_bytes": 40, "peak_allocated_bytes": 40}
-            return {"ms": PRESETS[preset].expected_ms, "status": "measured", **peaks}
+    def ask(request: Any, _limit_s: float | None) -> Any:
+        nonlocal now_s
+        if request["kind"] == "origin":
+            return {}
+        asked.append(request["row"])
+        now_s += 1.1 * expected[request["row"]].estimate_s(session)
+        return {"ms": PRESETS[preset].expected_ms, "status": "measured", **peaks}
 
-    asked = Asked()
-    asked.rows = []
-    session = Session(Records(), asked, {"device": "d", "commit": "c"}, clock=lambda: asked.now_s)
+    session = Session(Records(), ask, {"device": "d", "commit": "c"}, clock=lambda: now_s)
     repeated = repeated_jobs(STAGES[number], H100)
     end_s = STAGES[number].limit_s - sum(job.estimate_s(session) for job in repeated)
     session.run(all_jobs(number), lambda _line: None, end_s, gpu_day.SLACK_S)
-    assert asked.rows[:8] == list(gpu_day.CLAIMS[:8])
-    assert number == 4 or {"trl-offloading", "actswap-everything-20", FLASH} <= set(asked.rows)
+    assert asked[:8] == list(gpu_day.CLAIMS[:8])
+    assert number == 4 or {"trl-offloading", "actswap-everything-20", FLASH} <= set(asked)
     assert [job.row.name for job in repeated] == ["eager-again", "hf-checkpointing-again"]
-    assert asked.now_s <= STAGES[number].limit_s + gpu_day.SLACK_S
+    assert now_s <= STAGES[number].limit_s + gpu_day.SLACK_S
     # A second call measures the rest.
-    asked.now_s = START_S
+    now_s = START_S
     session.run(all_jobs(number), lambda _line: None, STAGES[number].limit_s, gpu_day.SLACK_S)
-    assert set(asked.rows) == {job.row.name for job in all_jobs(number)}
+    assert set(asked) == set(expected)
 
 
 def half_hours(out_folder: str) -> list[list[str]]:
@@ -116,17 +116,17 @@ def test_results_stay_on_a_borrowed_machine_and_are_copied_out_whatever_happens(
     environment = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path), "OUT": str(out)}
     (first, *_), _ = half_hours("$OUT")
     for lines in (1, 2):
-        subprocess.run(["rm", "-rf", str(out)], check=True)
+        shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         done = subprocess.run(["bash", "-c", first], cwd=tmp_path, env=environment, timeout=30)
         assert done.returncode == 3
         (archive,) = out.iterdir()
-        told = subprocess.run(
-            ["tar", "-xzOf", str(archive), "./asked.txt"], capture_output=True, text=True, check=True
-        )
-        assert told.stdout.count("\n") == lines
-    assert str(gpu_day.commit(gpu_day.REPOSITORY)["id"] or "") in told.stdout
-    assert f"{tmp_path}/gpu-carry" in told.stdout
+        with tarfile.open(archive) as found:
+            asked = found.extractfile("./asked.txt")
+            told = asked.read().decode() if asked is not None else ""
+        assert told.count("\n") == lines
+    assert str(gpu_day.commit(gpu_day.REPOSITORY)["id"] or "") in told
+    assert f"{tmp_path}/gpu-carry" in told
 
 
 def test_what_is_carried_is_fetched_and_ignored(repository: Path) -> None:
@@ -138,29 +138,20 @@ def test_what_is_carried_is_fetched_and_ignored(repository: Path) -> None:
     assert "make gpu-carry" in (repository / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
-def test_all_rows_of_the_table_are_measured_in_some_stage() -> None:
-    found = {(job.workload.name, job.row.name) for number in STAGES for job in all_jobs(number)}
-    names = {row.name for row in ROWS}
-    assert found >= {(preset, name) for preset in ("7b-8k", "7b-32k", "8b-8k-model") for name in names}
-    for number in STAGES:
-        titles = [job.title for job in jobs_of(STAGES[number], H100, True)]
+def test_every_row_is_measured_in_some_stage_after_those_that_its_budget_is_taken_from() -> None:
+    presets = ("7b-8k", "7b-32k", "8b-8k-model")
+    assert all(fitted(PRESETS[name], H100.memory_bytes or 0) == PRESETS[name] for name in presets)
+    order = [job for number in (3, 4, 7) for job in all_jobs(number)]
+    first: dict[tuple[str, str], int] = {}
+    for place, job in enumerate(order):
+        first.setdefault((job.workload.name, job.row.name), place)
+    assert set(first) >= {(preset, row.name) for preset in presets for row in ROWS}
+    for place, job in enumerate(order):
+        needs = (EAGER.name, *job.row.budget.needs) if job.row.budget is not None else ()
+        assert all(first[job.workload.name, base] < place for base in needs), job.title
+    for stage in STAGES.values():
+        titles = [job.title for job in jobs_of(stage, H100, True)]
         assert len(set(titles)) == len(titles)
-
-
-def test_budgets_follow_the_rows_that_they_are_taken_from() -> None:
-    order = [(job.workload.name, job.row) for number in (3, 4, 7) for job in all_jobs(number)]
-    first = {}
-    for place, (workload, row) in enumerate(order):
-        first.setdefault((workload, row.name), place)
-    for place, (workload, row) in enumerate(order):
-        if row.budget is not None:
-            needs = (EAGER.name, *row.budget.needs)
-            assert all(first[workload, base] < place for base in needs), (workload, row.name)
-
-
-def test_the_judged_workloads_fit_an_h100_as_they_are() -> None:
-    for name in ("7b-8k", "7b-32k", "8b-8k-model"):
-        assert fitted(PRESETS[name], H100.memory_bytes or 0) == PRESETS[name]
 
 
 def test_all_gpu_tests_run_in_some_stage(repository: Path) -> None:
@@ -177,10 +168,8 @@ def test_all_gpu_tests_run_in_some_stage(repository: Path) -> None:
     file, _, name = gpu_day.COMPILED_PLANNING.partition("::")
     assert f"\ndef {name}(" in (repository / file).read_text(encoding="utf-8")
     assert all(gpu_day.COMPILED_PLANNING in tests.without for tests in others if file in tests.paths)
-    for tests in (*STAGES[1].tests, *STAGES[2].tests):
-        assert all(
-            (repository / path.partition("::")[0]).is_file() for path in (*tests.paths, *tests.without)
-        )
+    paths = [path for tests in (*STAGES[1].tests, *others, last) for path in (*tests.paths, *tests.without)]
+    assert all((repository / path.partition("::")[0]).is_file() for path in paths)
 
 
 def options(*arguments: str) -> Any:
@@ -231,15 +220,16 @@ def test_is_the_last():
 """
 
 
-def run_tests(path: Path, processes: int = 1, seconds: float = 120.0) -> list[Any]:
+def run_tests(path: Path, processes: int = 1, seconds: float = 120.0) -> list[str]:
+    """Run the tests of a file; return the names of those that were recorded."""
     day = Day(Machine("cpu", "cpu"), options("--processes", str(processes)))
-    deadline_s = day.session.clock() + seconds
     suite = Suite("odd", (str(path),), processes=processes)
-    return run_suite(suite, day.session, day.place, deadline_s)
+    done = run_suite(suite, day.session, day.place, day.session.clock() + seconds)
+    return [asdict(record)["method"].rpartition("::")[2] for record in done]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_tests_that_fail_hang_or_die_end_nothing(
     processes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,8 +252,7 @@ def test_tests_that_fail_hang_or_die_end_nothing(
     assert "hangs_in_here" in found["hangs"]["traceback"]
     assert found["passes"]["device"] == "cpu"
     # Nothing but what was skipped runs again: it may have become possible.
-    again = run_tests(path, processes)
-    assert [record.method.rpartition("::")[2] for record in again] == ["test_is_skipped"]
+    assert run_tests(path, processes) == ["test_is_skipped"]
 
 
 @pytest.mark.slow
@@ -276,12 +265,10 @@ def test_tests_end_with_the_time_of_the_stage_and_go_on_in_the_next_call(
         "__file__).with_name('go').exists() else 600)\n",
         encoding="utf-8",
     )
-    first = run_tests(path, seconds=20.0)
-    assert [record.method.rpartition("::")[2] for record in first] == ["test_one"]
+    assert run_tests(path, seconds=20.0) == ["test_one"]
     assert "the stage's time is over" in (folder / "gpu_day.log").read_text(encoding="utf-8")
     (tmp_path / "go").touch()
-    second = run_tests(path)
-    assert [record.method.rpartition("::")[2] for record in second] == ["test_two"]
+    assert run_tests(path) == ["test_two"]
 
 
 def test_a_file_that_cannot_be_imported_is_a_failure(folder: Path, tmp_path: Path) -> None:
@@ -292,43 +279,26 @@ def test_a_file_that_cannot_be_imported_is_a_failure(folder: Path, tmp_path: Pat
     assert (line["status"], "no_such_module" in line["traceback"]) == ("failed", True)
 
 
-@pytest.fixture
-def with_odd_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[Day], None]:
-    """Let a day know the rows that go wrong, here and in its worker."""
-    monkeypatch.setattr(gpu_day, "ROWS", (*ROWS, *ODD_ROWS))
-
-    def know(day: Day) -> None:
-        day.worker = day.session._ask = Worker("cpu", day.stderr, day.environment, serve_odd)
-
-    return know
-
-
 @pytest.mark.slow
-def test_rows_that_go_wrong_do_not_end_a_stage(
-    folder: Path, with_odd_rows: Callable[[Day], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_go_wrong_do_not_end_a_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "ROWS", (*ROWS, *ODD_ROWS))
     monkeypatch.setattr(runner, "LEAST_LIMIT_S", 8.0)
     names = ("eager", "raises", "hangs", "dies", "goes on")
     monkeypatch.setitem(gpu_day.STAGES, 3, Stage("odd", 200, rows=(("7b-8k", names),)))
     day = Day(Machine("cpu", "cpu"), options())
-    with_odd_rows(day)
+    day.worker = day.session._ask = Worker("cpu", day.stderr, day.environment, serve_odd)
     try:
         assert not day.run(3, day.session.clock())
     finally:
         day.worker.stop()
-    found = {name.rpartition(" ")[2]: line for name, line in lines_in(folder).items()}
-    assert {name: line["status"] for name, line in found.items()} == {
-        "eager": "measured",
-        "raises": "failed",
-        "hangs": "timed out",
-        "dies": "failed",
-        "on": "measured",
-    }
+    found = {line["method"]: line for line in lines_in(folder).values()}
+    statuses = ["measured", "failed", "timed out", "failed", "measured"]
+    assert [found[name]["status"] for name in names] == statuses
     assert found["raises"]["reason"] == "ValueError: no such thing"
     assert "in raises" in found["raises"]["traceback"]
     assert "in hangs" in found["hangs"]["traceback"]
     assert found["dies"]["traceback"].endswith("the last words\n")
-    assert found["on"]["exact"] is True
+    assert found["goes on"]["exact"] is True
     assert found["eager"]["environment"]["hardware"]
     # A second call finds all of it settled, at the same commit.
     again = Day(Machine("cpu", "cpu"), options())
@@ -367,26 +337,23 @@ def test_a_dry_run_goes_through_every_stage(
     assert all(line["wall_s"] > 0 for line in measured)
     liger = found["frontier 8b-8k-model, tiny liger-checkpointing"]
     assert (liger["status"], "none for the CPU" in liger["reason"]) == ("skipped", True)
-    files = [file for file in folder.rglob("*") if file.is_file()]
+    files = list(folder.iterdir())
     assert len(files) <= 8
-    for file in files:
-        assert re.fullmatch(r"[A-Za-z0-9._-]+", file.name)
-        assert file.stat().st_size < 16 * 2**20
-        assert file.parent == folder
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) and file.is_file() for file in files)
+    assert all(file.stat().st_size < 16 * 2**20 for file in files)
     said = capsys.readouterr().out
     assert all(f"stage {number} took" in said for number in STAGES)
     # Called again, it measures nothing that was measured.
     assert gpu_day.main(["--device", "cpu", "--stage", "3-5", "--only", *DRY_ROWS]) == 0
     told = capsys.readouterr().out
     assert ": measured" not in told
-    assert told.count("is in the results") == sum(
-        line["status"] == "measured"
-        and not line.get("longest")
-        and line["workload"] != "8b-8k-model, tiny"
-        and not line["kind"].startswith("frozen")
+    again = [
+        name
         for name, line in found.items()
-        if not name.endswith("-again")
-    )
+        if line["status"] == "measured" and line["workload"] != "8b-8k-model, tiny"
+        if not name.startswith(("longest", "frozen")) and not name.endswith("-again")
+    ]
+    assert told.count("is in the results") == len(again)
 
 
 @pytest.mark.slow
@@ -419,8 +386,7 @@ HARDWARE = {
 )
 def test_the_device_is_told_first_and_refused_segments_are_done_without(refusal: Any, folder: Path) -> None:
     day = Day(Machine("cuda:0", "H200"), options())
-    answers = [refusal, {"environment": {"hardware": HARDWARE}}]
-    answers = [answer for answer in answers if answer is not None]
+    answers = [*([refusal] if refusal is not None else []), {"environment": {"hardware": HARDWARE}}]
 
     def ask(_request: Any, _limit_s: float | None) -> Any:
         answer = answers.pop(0)
@@ -453,12 +419,9 @@ def test_a_stage_ends_with_the_rows_that_others_are_held_against(
         return {"ms": 20.0, "status": "skipped" if request["row"] == "save-on-cpu" else "measured"}
 
     again = ["eager-again", "hf-checkpointing-again"]
-    for names, expected in (
-        (("eager", "hf-checkpointing"), ["eager", "hf-checkpointing", *again]),
-        (("eager", "hf-checkpointing", "actswap-mixed"), ["actswap-mixed", *again]),
-        (("eager", "hf-checkpointing", "actswap-mixed", "save-on-cpu"), ["save-on-cpu"]),
-    ):
-        monkeypatch.setitem(STAGES, 3, Stage("few", 60, rows=(("7b-8k", names),), repeats=True))
+    names = ("eager", "hf-checkpointing", "actswap-mixed", "save-on-cpu")
+    for count, expected in ((2, [*names[:2], *again]), (3, [names[2], *again]), (4, [names[3]])):
+        monkeypatch.setitem(STAGES, 3, Stage("few", 60, rows=(("7b-8k", names[:count]),), repeats=True))
         day = Day(Machine("cpu", "cpu"), options())
         day.session._ask = ask
         asked.clear()

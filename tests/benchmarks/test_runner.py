@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.methods import actswap, nothing
+from benchmarks.methods import nothing
 from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.runner import (
@@ -24,6 +24,7 @@ from benchmarks.runner import (
     Request,
     Session,
     Worker,
+    again_asked,
     frontier_jobs,
     longest_jobs,
 )
@@ -33,22 +34,21 @@ from tests.benchmarks.odd_rows import answer_oddly
 
 TINY = replace(PRESETS["cpu"], layers=1, tokens=8, steps=1, warmup_steps=1, expected_ms=1000.0)
 ABOUT = {"device": "d", "commit": "one"}
+ROW = {row.name: row for row in ROWS}
 ONE, TWO, THREE = (Row(name, nothing) for name in ("one", "two", "three"))
 
 
-@dataclass
 class Asked:
     """Stands for what measures: every row takes ``seconds``, unless the test says otherwise."""
 
-    seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.now_s = 100.0
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.seconds, self.now_s = seconds, 100.0
         self.rows: list[str] = []
         self.limits: dict[str, float | None] = {}
         self.configs: dict[str, Any] = {}
         self.fails: dict[str, MeasureError] = {}
         self.answers: dict[str, Line] = {}
+        self.full_at_tokens = 2**20
 
     def __call__(self, request: Request, limit_s: float | None) -> Line:
         if request["kind"] == "origin":
@@ -59,7 +59,9 @@ class Asked:
         self.now_s += self.seconds
         if name in self.fails:
             raise self.fails[name]
-        return {"ms": 1000.0, "status": "measured", "no such field": 1, **self.answers.get(name, {})}
+        fits = request["workload"]["tokens"] < self.full_at_tokens
+        status = "measured" if fits else "out of memory"
+        return {"ms": 1000.0, "status": status, "no such field": 1, **self.answers.get(name, {})}
 
 
 def session_with(path: Path | None, asked: Asked, about: dict[str, Any] = ABOUT, **settings: Any) -> Session:
@@ -76,6 +78,13 @@ def run(session: Session, found: Sequence[FrontierJob], deadline_s: float | None
     return said
 
 
+def asked_again(path: Path, rows: Sequence[Row], commit: str | None = "one", **settings: Any) -> list[str]:
+    """Return the rows that another call measures."""
+    asked = Asked()
+    run(session_with(path, asked, {**ABOUT, "commit": commit}, **settings), jobs(*rows))
+    return asked.rows
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "rows.json"
@@ -88,61 +97,52 @@ def lines(path: Path) -> dict[str, Line]:
 
 
 def test_what_is_recorded_is_not_measured_again(path: Path) -> None:
-    asked = Asked()
-    assert len(run(session_with(path, asked), jobs(ONE, TWO))) == 2
+    assert len(run(session_with(path, Asked()), jobs(ONE, TWO))) == 2
     again = Asked()
     said = run(session_with(path, again, {**ABOUT, "commit": "two"}), jobs(ONE, TWO, THREE))
     assert again.rows == ["three"]
     assert said[:2] == ["cpu one: is in the results", "cpu two: is in the results"]
     found = lines(path)
     assert [found[name]["commit"] for name in ("one", "two", "three")] == ["one", "one", "two"]
-    assert found["one"]["device"] == "d"
-    assert found["one"]["environment"] == {"link": 1}
+    assert (found["one"]["device"], found["one"]["environment"]) == ("d", {"link": 1})
     assert found["three"]["run"]
 
 
-def test_rows_are_measured_again_on_request_and_where_they_have_changed(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "rows", "expected"),
+    [
+        (["two"], (ONE, TWO, THREE), ["two"]),
+        ([], (ONE, TWO), ["one", "two"]),
+        (None, (replace(ONE, config={"a": 1}), TWO), ["one"]),
+    ],
+)
+def test_rows_are_measured_again_on_request_and_where_they_have_changed(
+    again: Sequence[str] | None, rows: Sequence[Row], expected: list[str], path: Path
+) -> None:
     run(session_with(path, Asked()), jobs(ONE, TWO, THREE))
-    for again, rows, expected in (
-        (lambda name: name == "two", (ONE, TWO, THREE), ["two"]),
-        (lambda _name: True, (ONE, TWO), ["one", "two"]),
-        (lambda _name: False, (replace(ONE, config={"a": 1}), TWO), ["one"]),
-    ):
-        asked = Asked()
-        session = session_with(path, asked, again=again)
+    asked = Asked()
+    session = session_with(path, asked, again=again_asked(again))
+    for _ in range(2):  # once in a run
         run(session, jobs(*rows))
         assert asked.rows == expected
-        run(session, jobs(*rows))
-        assert asked.rows == expected  # once in a run
     asked = Asked()
     run(session_with(path, asked, {**ABOUT, "device": "another"}), jobs(TWO))
     assert asked.rows == ["two"]
 
 
 @pytest.mark.parametrize("status", ["failed", "timed out"])
-def test_a_failure_is_recorded_and_the_next_row_begins(path: Path, status: str) -> None:
+def test_a_failure_is_recorded_and_tried_again_where_it_may_have_been_mended(path: Path, status: str) -> None:
     asked = Asked()
     asked.fails["one"] = MeasureError(status, "it broke", "Traceback ...")
     said = run(session_with(path, asked), jobs(ONE, TWO))
     assert asked.rows == ["one", "two"]
-    found = lines(path)
-    assert (found["one"]["status"], found["one"]["reason"]) == (status, "it broke")
-    assert found["one"]["traceback"] == "Traceback ..."
-    assert found["two"]["ms"] == 1000.0
     assert said[0].startswith(f"cpu one: {status}, it broke, 1.0 s")
-
-
-@pytest.mark.parametrize(("commit_now", "expected"), [("one", []), ("two", ["one"]), (None, ["one"])])
-def test_what_failed_is_tried_again_where_it_may_have_been_mended(
-    path: Path, commit_now: str | None, expected: list[str]
-) -> None:
-    failing = Asked()
-    failing.fails["one"] = MeasureError("failed", "it broke", "")
-    run(session_with(path, failing), jobs(ONE, TWO))
-    asked = Asked()
-    run(session_with(path, asked, {**ABOUT, "commit": commit_now}), jobs(ONE, TWO))
-    assert asked.rows == expected
-    assert lines(path)["one"]["status"] == ("measured" if expected else "failed")
+    found = [lines(path)["one"][name] for name in ("status", "reason", "traceback")]
+    assert found == [status, "it broke", "Traceback ..."]
+    assert lines(path)["two"]["ms"] == 1000.0
+    assert asked_again(path, (ONE, TWO), "one") == []
+    assert asked_again(path, (ONE, TWO), "two" if status == "failed" else None) == ["one"]
+    assert lines(path)["one"]["status"] == "measured"
 
 
 def test_what_does_not_fit_into_the_time_is_left_out_and_measured_in_the_next_call(path: Path) -> None:
@@ -159,6 +159,9 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_measured_in_the_next_ca
     again = Asked()
     run(session_with(path, again), found)
     assert again.rows == ["two"]
+    # It does not replace what was measured.
+    run(session_with(path, again, again=again_asked([])), found, again.now_s)
+    assert lines(path)["two"]["status"] == "measured"
 
 
 def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
@@ -178,23 +181,15 @@ def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
     assert lines(path)["three"]["reason"] == "the time of the run was over"
 
 
-def test_a_row_that_had_no_time_does_not_replace_one_that_was_measured(path: Path) -> None:
-    asked = Asked()
-    run(session_with(path, asked), jobs(ONE))
-    run(session_with(path, asked, again=lambda _name: True), jobs(ONE), asked.now_s)
-    assert lines(path)["one"]["status"] == "measured"
-
-
 def test_budgets_are_taken_from_what_is_recorded(path: Path) -> None:
-    rows = {row.name: row for row in ROWS}
-    planned = rows["actswap_plan_checkpointing"]
+    planned = ROW["actswap_plan_checkpointing"]
     asked = Asked()
     said = run(session_with(path, asked), jobs(planned))
     assert asked.rows == []
     assert said[0].startswith("cpu actswap_plan_checkpointing: skipped, its budget is the peak of hf-check")
     peaks = {"activation_bytes": 10, "peak_allocated_bytes": 30, "peak_reserved_bytes": 40}
     asked.answers = {"eager": peaks, "hf-checkpointing": {**peaks, "peak_reserved_bytes": 25}}
-    run(session_with(path, asked), jobs(EAGER, rows["hf-checkpointing"]))
+    run(session_with(path, asked), jobs(EAGER, ROW["hf-checkpointing"]))
     asked.answers = {}
     other = replace(TINY, name="another workload")
     run(session_with(path, asked), [*jobs(planned), *jobs(planned, workload=other)])
@@ -211,15 +206,14 @@ def test_ratios_are_to_the_eager_row_of_the_file(path: Path) -> None:
 
 
 def test_the_first_row_of_a_compile_group_pays_for_the_compilation() -> None:
-    rows = {row.name: row for row in ROWS}
     session = session_with(None, Asked())
-    first, again = jobs(rows["compiled"], rows["actswap-compiled-auto"])
+    first, again = jobs(ROW["compiled"], ROW["actswap-compiled-auto"])
     steps_s = 3.5 * first.row.relative_time
     assert first.estimate_s(session) == pytest.approx(COMPILE_S + steps_s)
     run(session, [first])
     assert first.estimate_s(session) == pytest.approx(COMPILE_AGAIN_S + steps_s)
     assert again.estimate_s(session) < COMPILE_S
-    (planned,) = jobs(rows["actswap_plan_compiled_half"])
+    (planned,) = jobs(ROW["actswap_plan_compiled_half"])
     assert planned.estimate_s(session) > 4 * COMPILE_AGAIN_S + COMPILE_S  # each trial compiles
 
 
@@ -227,13 +221,8 @@ def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> Non
     found = longest_jobs(TINY, [ONE, TWO], 32)
     assert [job.workload.tokens for job in found] == [8, 8, 16, 16, 32, 32]
 
-    class Full(Asked):
-        def __call__(self, request: Request, limit_s: float | None) -> Line:
-            answer = super().__call__(request, limit_s)
-            fits = request["kind"] == "origin" or request["workload"]["tokens"] < 16
-            return answer if fits else {**answer, "status": "out of memory"}
-
-    asked = Full()
+    asked = Asked()
+    asked.full_at_tokens = 16
     said = run(session_with(path, asked), found)
     assert asked.rows == ["one", "two", "one", "two"]
     assert said[4].startswith("cpu one at 32 tokens: skipped, 16 tokens were too many")
@@ -242,7 +231,7 @@ def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> Non
 
 def test_long_sequences_are_estimated_by_their_flop() -> None:
     """Of 8 layers of an 8B and its head, attention has an eighth at 8k tokens and two thirds at 128k."""
-    row = next(row for row in ROWS if row.name == "actswap-tiled-step")
+    row = ROW["actswap-tiled-step"]
     found = longest_jobs(PRESETS["8b-8k-model"], [ONE, row], 2**17, first_tokens=2**15)
     assert [(job.workload.tokens, job.row.name, job.workload.warmup_steps) for job in found] == [
         (tokens, name, 1 if tokens == 2**17 else 3)
@@ -261,12 +250,8 @@ def test_long_sequences_are_estimated_by_their_flop() -> None:
 
 
 def test_lines_of_different_shapes_are_different_things(path: Path) -> None:
-    results = [
-        Result("a", False, "m", 1, 1, 1, False, device="d"),
-        Result("a", False, "m", 1, 2, 1, False, device="d"),
-        Result("a", False, "m", 1, 1, 1, False, device="e"),
-        Result("a", False, "m", 1, 1, 1, False, device="d", longest=True),
-    ]
+    one = Result("a", False, "m", 1, 1, 1, False, device="d")
+    results = [one, replace(one, seq=2), replace(one, device="e"), replace(one, longest=True)]
     records = Records(path)
     for result in results:
         records.put(result)
@@ -285,34 +270,29 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 @pytest.mark.slow
-def test_a_worker_answers_until_it_cannot_be_trusted(worker: Worker) -> None:
-    first, second = worker({"kind": "a"}, 30), worker({"kind": "b"}, 30)
-    assert first == second
+@pytest.mark.parametrize(
+    ("kind", "status", "reason", "told"),
+    [
+        ("hang", "timed out", "no answer after 2 s", "in hangs"),  # where its threads are
+        ("die", "failed", "its process ended with status 9", "the last words\n"),
+        ("bad", "", "", ""),  # an answer after which it cannot be trusted
+    ],
+)
+def test_a_worker_answers_until_it_hangs_dies_or_cannot_be_trusted(
+    kind: str, status: str, reason: str, told: str, worker: Worker
+) -> None:
+    first = worker({"kind": "a"}, 30)
+    assert first == worker({"kind": "b"}, 30)
     assert set(first) == {"pid"}
-    ended = worker({"kind": "bad"}, 30)
-    assert ended == first
+    if status:
+        with pytest.raises(MeasureError) as raised:
+            worker({"kind": kind}, 2)
+        assert (raised.value.status, raised.value.reason) == (status, reason)
+        assert told in raised.value.told
+    else:
+        assert worker({"kind": kind}, 30) == first
     assert not Path(f"/proc/{first['pid']}").exists()
     assert worker({"kind": "a"}, 30) != first
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
-    pid = worker({"kind": "a"}, 30)["pid"]
-    with pytest.raises(MeasureError) as raised:
-        worker({"kind": "hang"}, 0.5)
-    assert (raised.value.status, raised.value.reason) == ("timed out", "no answer after 0 s")
-    assert "hang_in_here" in raised.value.told
-    assert not Path(f"/proc/{pid}").exists()
-    assert worker({"kind": "a"}, 30)["pid"] != pid
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_leaves_its_last_words(worker: Worker) -> None:
-    with pytest.raises(MeasureError) as raised:
-        worker({"kind": "die"}, 30)
-    assert (raised.value.status, raised.value.reason) == ("failed", "its process ended with status 9")
-    assert raised.value.told.endswith("the last words\n")
-    assert worker({"kind": "a"}, 30)["pid"]
 
 
 def test_the_commit_is_what_git_says_or_else_the_environment(
@@ -342,14 +322,10 @@ def test_a_fresh_machine_goes_on_from_what_was_fetched(path: Path) -> None:
     run(session_with(path, asked), jobs(ONE), deadline_s=asked.now_s)
     run(session_with(path, Asked()), jobs(THREE))
     asked = Asked()
-    session = Session(Records(path, fetched), asked, ABOUT)
-    run(session, jobs(ONE, TWO, THREE))
+    run(Session(Records(path, fetched), asked, ABOUT), jobs(ONE, TWO, THREE))
     assert asked.rows == []
-    assert {line["method"]: line["status"] for line in Records(path, fetched)} == {
-        "one": "measured",
-        "two": "measured",
-        "three": "measured",
-    }
+    found = {line["method"]: line["status"] for line in Records(path, fetched)}
+    assert found == dict.fromkeys(("one", "two", "three"), "measured")
 
 
 def test_a_device_that_does_not_answer_fails_the_row_and_is_asked_again(path: Path) -> None:
@@ -375,11 +351,3 @@ def test_the_folder_of_the_results(tmp_path: Path, repository: Path, monkeypatch
     monkeypatch.setenv("HF_ACTSWAP_RESULTS", str(tmp_path))
     assert results_folder() == tmp_path
     assert file_name("NVIDIA H100 80GB HBM3 (ä)") == "nvidia-h100-80gb-hbm3"
-
-
-def test_rows_that_measure_nothing_of_ours_need_no_plan() -> None:
-    """The configuration of a row is what tells whether it has changed: it must be plain values."""
-    for row in ROWS:
-        json.dumps(row.config_for(4))
-        if row.setup is actswap:
-            assert row.config_for(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +69,11 @@ def trainings() -> list[Row]:
         "parameters": "abc",
         "environment": {"hardware": {"link_gb_per_s": {"out_beside_in": 50.0, "in_beside_out": 40.0}}},
     }
+    survived = {"phases": ["warm-up", "search", "stable"], "peak_bytes": 59, "limit_bytes": 60}
     return [
         case(kind, "plain", losses=losses, error=""),
         case(kind, "without the planner at 0.6", losses=[], error="OutOfMemoryError: all of it"),
-        case(
-            kind,
-            "planned at 0.6",
-            losses=losses,
-            error="",
-            phases=["warm-up", "search", "stable"],
-            peak_bytes=59,
-            limit_bytes=60,
-            evicted_bytes=7,
-        ),
+        case(kind, "planned at 0.6", losses=losses, error="", evicted_bytes=7, **survived),
         case(kind, "planned at 0.3", losses=[], error="BudgetError: expected at least 5"),
         case("optimizer states", "plain", step_ms=500.0, freed_share=0.0, **states),
         case("optimizer states", "plain, again", step_ms=510.0, freed_share=0.0, **states),
@@ -91,11 +82,11 @@ def trainings() -> list[Row]:
 
 
 def stress_tests() -> list[Row]:
-    file = "tests/engine/test_gpu_stress.py"
     names = [f"{name}[{plan}]" for name in verdict.STRESS_TESTS for plan in ("auto", "windows 20")]
-    return [case("test", f"{file}::{name}") | {"status": "passed"} for name in names]
+    return [case("test", f"{STRESS}::{name}") | {"status": "passed"} for name in names]
 
 
+STRESS = "tests/engine/test_gpu_stress.py"
 NEAR = f"tests/engine/test_device_smoke.py::{verdict.COMPARISON}"
 
 
@@ -230,10 +221,10 @@ def slow_step(ms: float) -> list[float]:
         ("actswap_plan_compiled_half", 8192, {"steps_to_stable": 12}, "14 8k: compiled layers, steps"),
         ("actswap_plan_half", 8192, {"planning_s": 5.1}, "14 8k: s of planning"),
         (
-            "tests/engine/test_gpu_stress.py::test_gradients_survive_delays_and_reuse[auto]",
+            f"{STRESS}::{verdict.STRESS_TESTS[1]}[auto]",
             None,
             {"status": "failed"},
-            "15: test_gradients_survive_delays_and_reuse, that fail",
+            f"15: {verdict.STRESS_TESTS[1]}",
         ),
         ("actswap-mix-eager", 8192, {"exact": False}, "15: rows of ours that are not exact"),
         ("planned at 0.6", None, {"losses": [3.0, 2.5, 2.1]}, "16: planned at 0.6, losses"),
@@ -266,66 +257,64 @@ def test_each_bound_can_fail(
     assert run(tmp_path, rows) == 1
 
 
+def judged(rows: list[Row], start: str) -> list[tuple[str, str, Any]]:
+    """Return verdict, remark and number of the findings whose claims begin so."""
+    found = [one for one in judge(rows) if one.claim.startswith(start)]
+    return [
+        (one.verdict, one.remark, one.measured and pytest.approx(one.measured, abs=1e-3)) for one in found
+    ]
+
+
 def test_states_that_the_link_bounds_are_held_against_the_link() -> None:
     slow = {"hardware": {"link_gb_per_s": {"out_beside_in": 5.0, "in_beside_out": 4.0}}}
-    ours = next(item for item in trainings() if item["method"].startswith("ours"))
-    rows = changed(passing(), ours["method"], None, environment=slow, step_ms=1.04 * 7.6e9 / 4e6)
-    (finding,) = [item for item in judge(rows) if item.claim.startswith("17: states, step")]
-    assert (finding.verdict, finding.measured) == ("pass", pytest.approx(1.04))
-    assert finding.remark == "plain 505 ms, copies 1900 ms: bound by the link"
+    ours = "ours, a tenth resident"
+    rows = changed(passing(), ours, None, environment=slow, step_ms=1.04 * 7.6e9 / 4e6)
+    remark = "plain 505 ms, copies 1900 ms: bound by the link"
+    assert judged(rows, "17: states, step") == [("pass", remark, 1.04)]
 
 
 def test_the_second_tier_is_told_and_fails_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    findings = {finding.claim: finding for finding in judge(passing())}
-    fall = findings["1 8k: actswap-compiled-auto, fall of the peak"]
-    assert (fall.verdict, fall.stretch, fall.reached) == ("pass", 0.27, "not yet")
-    rows = changed(passing(), "actswap-compiled-auto", 8192, activation_bytes=int(12.3 * GIB))
-    findings = {finding.claim: finding for finding in judge(rows)}
-    assert findings["1 8k: actswap-compiled-auto, fall of the peak"].reached == "yes"
-    assert findings["2 8k: actswap-default-auto, time over eager"].reached == ""
+    def reached(rows: list[Row], start: str) -> tuple[str, str]:
+        return next((one.verdict, one.reached) for one in judge(rows) if one.claim.startswith(start))
+
+    fall = "1 8k: actswap-compiled-auto, fall of the peak"
+    assert reached(passing(), fall) == ("pass", "not yet")
+    assert reached(changed(passing(), "actswap-compiled-auto", 8192, **activations(12.3)), fall)[1] == "yes"
+    assert reached(passing(), "2 8k: actswap-default-auto, time over eager") == ("pass", "")
     run(tmp_path, passing())
     assert "0.27 not yet" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda row: {**row, "device": "cpu"},
-        lambda row: {**row, "layers": row["layers"] // 2},
-        lambda row: {**row, "head": True},
-        lambda row: {**row, "longest": True},
-    ],
-    ids=["cpu", "fewer layers", "whole model", "search for the longest"],
+    "change", [{"device": "cpu"}, {"layers": 3}, {"head": True}, {"longest": True}], ids=str
 )
-def test_other_workloads_are_not_judged(tmp_path: Path, change: Callable[[Row], Row]) -> None:
-    rows = [change(row) for row in passing() if "seq" in row] + comparisons()
-    found = verdicts([{**row, "must_be_exact": False} for row in rows])
+def test_other_workloads_are_not_judged(tmp_path: Path, change: Row) -> None:
+    rows = [{**row, **change, "must_be_exact": False} for row in passing() if "seq" in row] + comparisons()
+    found = verdicts(rows)
     near = {claim: outcome for claim, outcome in found.items() if claim.startswith("18")}
     assert set(near.values()) == {"pass"}
     assert {outcome for claim, outcome in found.items() if claim not in near} == {"not measured"}
-    assert run(tmp_path, [{**row, "must_be_exact": False} for row in rows]) == 0
+    assert run(tmp_path, rows) == 0
 
 
-def test_row_out_of_memory_is_not_measured_and_says_so() -> None:
+def test_what_was_not_measured_says_so() -> None:
+    assert set(verdicts([]).values()) == {"not measured"}
     nothing = {"ms": None, "activation_bytes": None, "swapped_bytes": None, "status": "out of memory"}
     rows = changed(passing(), "actswap-default-auto", 32768, **nothing)
-    findings = [item for item in judge(rows) if item.claim.startswith("2 32k: actswap-default-auto")]
-    assert [(item.verdict, item.remark) for item in findings] == [
-        ("not measured", "actswap-default-auto: out of memory")
-    ] * 2
+    remark = "actswap-default-auto: out of memory"
+    assert judged(rows, "2 32k: actswap-default-auto") == [("not measured", remark, None)] * 2
+    rows = [row for row in passing() if row["method"] != "save-on-cpu"]
+    ((_, remark, _),) = judged(rows, "10 8k: eager")
+    assert remark.endswith("; not measured: save-on-cpu")
 
 
 def test_the_fastest_compiled_mix_at_the_peak_of_checkpointing_is_the_one_that_is_judged() -> None:
-    findings = [item for item in judge(passing()) if item.claim.startswith("7 8k")]
-    assert [item.remark for item in findings] == ["actswap-compiled-lean-mix"] * 2
-    assert findings[1].measured == pytest.approx(502 / 380)
+    mix = "actswap-compiled-lean-mix"
+    assert judged(passing(), "7 8k") == [("pass", mix, 1.0), ("pass", mix, 502 / 380)]
     without = [row for row in passing() if "mix" not in row["method"]]
-    findings = [item for item in judge(without) if item.claim.startswith("7 8k")]
-    assert [(item.verdict, item.remark) for item in findings] == [
-        ("not measured", "no row actswap-compiled-mix")
-    ] * 2
+    assert judged(without, "7 8k") == [("not measured", "no row the best compiled mix", None)] * 2
 
 
 def test_a_ratio_is_to_the_measurement_that_is_nearer_in_time() -> None:
@@ -336,76 +325,51 @@ def test_a_ratio_is_to_the_measurement_that_is_nearer_in_time() -> None:
 
     rows = [at(1, item) for item in passing()]
     rows += [at(50, row("hf-checkpointing-again", 8192, 520, 2.8)), at(50, row("eager-again", 8192, 360, 23))]
-    rows = changed(rows, "actswap-default-auto", 8192, **at(45, {}))
-    rows = changed(rows, "actswap-mix-eager", 8192, **at(25, {}))
-    rows = changed(rows, "actswap_plan_checkpointing", 8192, **at(26, {}))
-    found = {finding.claim: finding for finding in judge(rows)}
-    late = found["2 8k: actswap-default-auto, time over eager"]
-    assert (late.measured, late.remark, late.verdict) == (pytest.approx(395 / 360), "", "FAIL")
-    early = found["6 8k: actswap-mix-eager, speed over hf-checkpointing"]
-    assert (early.measured, early.remark) == (pytest.approx(502 / 460), "")
-    late = found["8 8k: actswap_plan_checkpointing, speed over hf-checkpointing"]
-    assert (late.measured, late.remark) == (pytest.approx(520 / 435), "of different runs")
+    for method, minute in (
+        ("actswap-default-auto", 45),
+        ("actswap-mix-eager", 25),
+        ("actswap_plan_checkpointing", 26),
+    ):
+        rows = changed(rows, method, 8192, **at(minute, {}))
+    assert judged(rows, "2 8k: actswap-default-auto, time") == [("FAIL", "", 395 / 360)]
+    assert judged(rows, "6 8k: actswap-mix-eager, speed") == [("pass", "", 502 / 460)]
+    late = judged(rows, "8 8k: actswap_plan_checkpointing, speed")
+    assert late == [("pass", "of different runs", 520 / 435)]
 
 
 def test_eager_measured_in_other_ways_is_no_peer() -> None:
     rows = [*passing(), row("eager-flash", 8192, 300, 2.0), row("eager-again", 8192, 300, 2.0)]
     rows = [{"measured_at": "2026-01-01T10:00:00", **row} for row in rows]
-    assert {finding.claim for finding in judge(rows) if finding.verdict == "FAIL"} <= {
-        "2 8k: actswap-default-auto, time over eager",
-        "2 8k: actswap-case3-auto, time over eager",
-        "5 8k: actswap-elementwise, time over eager",
-        "9 8k: actswap_plan_half, time over eager",
-    }
+    failing = {claim for claim, outcome in verdicts(rows).items() if outcome == "FAIL"}
+    assert all(claim.endswith("time over eager") for claim in failing)
 
 
 def test_reserved_memory_is_not_judged_where_segments_cannot_grow() -> None:
     refused = {"environment": {"allocator": "expandable_segments:False"}}
     rows = [{**row, **refused} if "seq" in row else row for row in passing()]
-    without = {finding.claim: finding for finding in judge(rows) if finding.verdict == "not measured"}
-    usual = {finding.claim for finding in judge(passing()) if finding.verdict == "not measured"}
-    found = {claim: finding.remark for claim, finding in without.items() if claim not in usual}
-    assert found == {
-        f"{claim}": "expandable segments are refused there"
-        for name in ("8k", "32k")
-        for claim in (
-            f"3 {name}: peak reserved over allocated, worst of ours",
-            f"12 {name}: actswap_plan_reduce, fall of the peak, off the request",
-        )
-    }
+    not_judged = [("not measured", "expandable segments are refused there", None)]
+    for name in ("8k", "32k"):
+        assert judged(rows, f"3 {name}: peak reserved over allocated") == not_judged
+        assert judged(rows, f"12 {name}: actswap_plan_reduce") == not_judged
+    assert list(verdicts(rows).values()).count("not measured") == len(NOT_PASSING) + 4
 
 
 def test_somebody_below_the_curve_is_named() -> None:
     on_the_curve_ms = (435 + 395) / 2  # in the middle between two budgets
     rows = [*passing(), row("somebody", 8192, 0.97 * on_the_curve_ms, 7.3)]
-    findings = [item for item in judge(rows) if item.verdict == "FAIL"]
-    assert [(item.claim.partition(",")[0], item.remark) for item in findings] == [
-        ("10 8k: eager layers", "somebody")
+    assert [claim for claim, outcome in verdicts(rows).items() if outcome == "FAIL"] == [
+        "10 8k: eager layers, how far others are below the planner's curve"
     ]
-    assert findings[0].measured == pytest.approx(0.03, abs=1e-3)
+    assert judged(rows, "10 8k: eager layers") == [("FAIL", "somebody", 0.03)]
 
 
-def test_peers_that_are_missing_below_the_curve_are_named() -> None:
-    rows = [row for row in passing() if row["method"] != "save-on-cpu"]
-    (finding,) = [item for item in judge(rows) if item.claim.startswith("10 8k: eager")]
-    assert finding.remark.endswith("; not measured: save-on-cpu")
-
-
-def test_without_results_nothing_is_measured() -> None:
-    assert set(verdicts([]).values()) == {"not measured"}
-
-
-def test_the_cases_that_are_judged_are_those_that_are_measured() -> None:
-    assert {item["method"] for item in trainings()} <= {
-        one.method for one in (*OUT_OF_MEMORY_CASES, *STATES_CASES)
-    }
-
-
-def test_the_tests_that_are_judged_are_there(repository: Path) -> None:
-    text = (repository / "tests" / "engine" / "test_gpu_stress.py").read_text(encoding="utf-8")
-    assert all(f"\ndef {name}(" in text for name in verdict.STRESS_TESTS)
-    smoke = (repository / "tests" / "engine" / "test_device_smoke.py").read_text(encoding="utf-8")
-    assert f"\ndef {verdict.COMPARISON}(" in smoke
+def test_the_cases_and_tests_that_are_judged_are_there(repository: Path) -> None:
+    measured = {one.method for one in (*OUT_OF_MEMORY_CASES, *STATES_CASES)}
+    assert {item["method"] for item in trainings()} <= measured
+    names = {"test_gpu_stress": verdict.STRESS_TESTS, "test_device_smoke": (verdict.COMPARISON,)}
+    for file, tests in names.items():
+        text = (repository / "tests" / "engine" / f"{file}.py").read_text(encoding="utf-8")
+        assert all(f"\ndef {name}(" in text for name in tests)
 
 
 def test_curve() -> None:

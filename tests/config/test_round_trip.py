@@ -156,7 +156,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return draw(st.fixed_dictionaries({"swap_config": sections.pop("swap_config")}, optional=sections))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(documents())
 def test_round_trip(document: dict[str, Any]) -> None:
     before = copy.deepcopy(document)
@@ -255,7 +255,7 @@ def config_or_error(source: Any) -> None:
     assert all(str(problem).isprintable() for problem in problems)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS, VALUES | SECTIONS, max_size=5))
 def test_any_mapping_gives_a_config_or_a_config_error(document: dict[str, Any]) -> None:
     # repr, because a NaN is unequal to itself
@@ -265,7 +265,7 @@ def test_any_mapping_gives_a_config_or_a_config_error(document: dict[str, Any]) 
     config_or_error(yaml.safe_dump(json.loads(json.dumps(document))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         KEYS

@@ -11,15 +11,14 @@ import gc
 import logging
 import math
 import statistics
-import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.utils import calculate_time_spent
 
 from benchmarks.exactness import Fingerprint, deterministic, differing, fingerprints, useless
 from benchmarks.meters import CopyMeter, give_back_cached_memory, pinned_bytes
@@ -29,7 +28,7 @@ from benchmarks.rows import EAGER, REPEATED, ROWS, Row
 from benchmarks.workloads import TrainingStep, Workload, timed_step_ms, training_step
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
-from hf_actswap.planner import BudgetError, CountingMeter
+from hf_actswap.planner import AllocatorMeter, BudgetError, CountingMeter
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,6 @@ class Bench:
     def clear(self) -> None:
         """Free the model."""
         self._step = self._reference = None
-        gc.collect()
         give_back_cached_memory(self.device)
 
     def is_sound(self) -> bool:
@@ -179,7 +177,6 @@ def measure_row(
 def _clean_up(step: TrainingStep) -> None:
     try:
         step.zero_gradients()
-        gc.collect()
         give_back_cached_memory(step.device)
     except RuntimeError as error:  # after a fault on the device nothing runs there any more
         logger.warning("the device does not answer: %s", error)
@@ -205,24 +202,24 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
     The peaks are read after each step: the planner resets them at the start of the next.
     """
     pinned_ms = applied.stats().pinning_ms if applied else 0.0
-    with _compile_time() as compile_ms:
-        result.step_ms = [timed_step_ms(step)]
-        result.first_step_ms = result.step_ms[0]
-        result.first_step_compile_ms = sum(compile_ms)
+    compiled_s = _compile_s()
+    result.step_ms = [timed_step_ms(step)]
+    result.first_step_ms = result.step_ms[0]
+    result.first_step_compile_ms = (_compile_s() - compiled_s) * 1e3
     if applied:
         result.first_step_pinning_ms = applied.stats().pinning_ms - pinned_ms
     if isinstance(applied, Planned):
         result.warmup_steps = min(result.warmup_steps, 2)  # the planner has trained already
     result.step_ms += [timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
     before = applied.stats() if applied else None
-    if step.device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(step.device)
+    allocator = AllocatorMeter(step.device) if step.device.type != "cpu" else None
+    if allocator:
+        allocator.reset_peak()
     peaks = []
     for _ in range(step.workload.steps):
         result.step_ms.append(timed_step_ms(step))
-        if step.device.type != "cpu":
-            accelerator, device = torch.accelerator, step.device
-            peaks.append((accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)))
+        if allocator:
+            peaks.append((allocator.peak_bytes(), allocator.reserved_peak_bytes()))
     result.ms = statistics.median(result.step_ms[-step.workload.steps :])
     if peaks and result.baseline_bytes is not None:
         result.peak_allocated_bytes, result.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
@@ -233,26 +230,9 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
         result.adjustments = [str(change) for change in changes[:_OVERRIDES_SHOWN]]
 
 
-@contextmanager
-def _compile_time() -> Iterator[list[float]]:
-    """Within the block collect the ms of each compilation: of the forward, and of a later backward."""
-    spent_ms: list[float] = []
-    started = 0.0
-
-    def start(_: CallbackArgs) -> None:
-        nonlocal started
-        started = time.perf_counter()
-
-    def end(_: CallbackArgs) -> None:
-        spent_ms.append((time.perf_counter() - started) * 1e3)
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
-    try:
-        yield spent_ms
-    finally:
-        callback_handler.remove_start_callback(start)
-        callback_handler.remove_end_callback(end)
+def _compile_s() -> float:
+    """Return the time of all compilations in this process: of forwards, and of backwards later."""
+    return float(calculate_time_spent()["total_wall_time"])
 
 
 def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def pinned_bytes(device: torch.device) -> int | None:
 
 def give_back_cached_memory(device: torch.device) -> None:
     """Free unused memory of the caching allocators, on the device and page-locked on the host."""
+    gc.collect()
     if device.type == "cpu":
         return
     torch.accelerator.empty_cache()

@@ -7,7 +7,6 @@ stable, within a budget that is taken from the peaks of other methods.
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -184,18 +183,13 @@ def nothing(_step: TrainingStep, _options: object) -> AbstractContextManager[Non
 @contextmanager
 def hf_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Switch on transformers' own checkpointing of whole layers; ``options`` are its arguments."""
+    name = "activation" if hasattr(step.model, "activation_checkpointing_enable") else "gradient"  # older
     with _hooks_restored(step.model):
-        _checkpointing_verb(step.model, "enable")(**(options or {}))
+        getattr(step.model, f"{name}_checkpointing_enable")(**(options or {}))
         try:
             yield None
         finally:
-            _checkpointing_verb(step.model, "disable")()
-
-
-def _checkpointing_verb(model: Any, verb: str) -> Callable[..., None]:
-    """Return the method that enables or disables checkpointing, under its new or its older name."""
-    method = getattr(model, f"activation_checkpointing_{verb}", None)
-    return method or getattr(model, f"gradient_checkpointing_{verb}")
+            getattr(step.model, f"{name}_checkpointing_disable")()
 
 
 def save_on_cpu(step: TrainingStep, _options: object) -> AbstractContextManager[None]:
@@ -308,12 +302,6 @@ def actswap(step: TrainingStep, config: Any) -> Any:
 
 def no_device(step: TrainingStep) -> str:
     return "the CPU has no memory of its own to offload from" if step.device.type == "cpu" else ""
-
-
-def no_offload_option(step: TrainingStep) -> str:
-    offloads = "offload" in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters
-    missing = "" if offloads else "this version of transformers cannot offload what its checkpointing keeps"
-    return no_device(step) or missing
 
 
 def no_room_on_host(step: TrainingStep) -> str:

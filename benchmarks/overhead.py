@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -45,18 +44,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaForCausalLM
 
 from benchmarks.records import REPOSITORY, RESULTS, commit, hardware, print_table, versions, write_json
-from benchmarks.workloads import PRESETS, Workload, llama_config
+from benchmarks.workloads import PRESETS, Workload, in_turns, llama_config
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.model_structure import model_structure
+from hf_actswap.rehearsal import Options, build, environment
 from tests.engine.recording_transfer import RecordingTransfer
 
 LAYERS = 4
@@ -251,9 +252,8 @@ class Subject:
         torch.manual_seed(0)
         self.case, self.device = case, device
         self.model = build().to(device).train()
-        self.forward_s: list[float] = []
-        self.backward_s: list[float] = []
-        self.no_grad_s: list[float] = []
+        self.times_s: list[tuple[float, float, float]] = []
+        """Of forward, of backward, and of a forward without gradients, in each step."""
         self._recording: RecordingTransfer | None = None
         self.applied: AppliedPlan | None = None
         if case.rows is None:
@@ -278,22 +278,13 @@ class Subject:
         self._synchronize()
         end = time.process_time()
         del loss
-        self.forward_s.append(between - start)
-        self.backward_s.append(end - between)
         self.model.eval()
-        start = time.process_time()
+        begin = time.process_time()
         with torch.no_grad(), self._hooks():
             self.model()
             self._synchronize()
-        self.no_grad_s.append(time.process_time() - start)
+        self.times_s.append((between - start, end - between, time.process_time() - begin))
         self.model.train()
-
-    def forget_times(self) -> None:
-        for times_s in (self.forward_s, self.backward_s, self.no_grad_s):
-            times_s.clear()
-
-    def steps_s(self) -> list[float]:
-        return [sum(pair) for pair in zip(self.forward_s, self.backward_s, strict=True)]
 
     def _hooks(self) -> AbstractContextManager[Any]:
         identity = self.case.name == IDENTITY
@@ -312,18 +303,16 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
     gc.collect()
     gc.disable()
     try:
-        for count in range(WARMUP_ROUNDS + rounds):
-            first = count % len(subjects)
-            for subject in (*subjects[first:], *subjects[:first]):
-                if count == WARMUP_ROUNDS:
-                    subject.forget_times()
-                subject.step()
-            if count % 10 == 0:
+        for number, subject in in_turns(subjects, WARMUP_ROUNDS + rounds):
+            if number == WARMUP_ROUNDS:
+                subject.times_s.clear()
+            subject.step()
+            if number % 10 == 0 and subject is subjects[0]:
                 gc.collect()
     finally:
         gc.enable()
-    by_name = {subject.case.name: subject for subject in subjects}
-    rows = [_row(workload, subject, by_name[NOTHING], saved) for subject in subjects]
+    bare_s = next(np.array(subject.times_s) for subject in subjects if subject.case.name == NOTHING)
+    rows = [_row(workload, subject, bare_s, saved) for subject in subjects]
     # The fastest steps, because medians of small differences vary by more than the effect.
     identity_us = next(row.us_lowest for row in rows if row.case == IDENTITY)
     for row in rows:
@@ -336,19 +325,16 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
     return rows
 
 
-def _row(workload: str, subject: Subject, bare: Subject, saved: int) -> Row:
-    def per_tensor(times_s: list[float], bare_s: list[float]) -> float:
-        return statistics.median(a - b for a, b in zip(times_s, bare_s, strict=True)) / saved * 1e6
-
-    whole, bare_whole = subject.steps_s(), bare.steps_s()
+def _row(workload: str, subject: Subject, bare_s: Any, saved: int) -> Row:
+    """Return a row, from the times of its subject and of the one without hooks, as `Subject.times_s`."""
+    times_s = np.array(subject.times_s)
+    step_s, bare_step_s = (found[:, :2].sum(axis=1) for found in (times_s, bare_s))
     row = Row(workload, subject.case.name, saved, bound_us=subject.case.bound_us)
-    row.step_ms = statistics.median(whole) * 1e3
-    row.step_ratio = min(whole) / min(bare_whole)
-    row.us = per_tensor(whole, bare_whole)
-    row.pack_us = per_tensor(subject.forward_s, bare.forward_s)
-    row.unpack_us = per_tensor(subject.backward_s, bare.backward_s)
-    row.us_lowest = (min(whole) - min(bare_whole)) / saved * 1e6
-    row.no_grad_us = per_tensor(subject.no_grad_s, bare.no_grad_s)
+    row.step_ms = np.median(step_s) * 1e3
+    row.step_ratio = step_s.min() / bare_step_s.min()
+    row.us_lowest = (step_s.min() - bare_step_s.min()) / saved * 1e6
+    row.us = np.median(step_s - bare_step_s) / saved * 1e6
+    row.pack_us, row.unpack_us, row.no_grad_us = np.median(times_s - bare_s, axis=0) / saved * 1e6
     if subject.applied is not None:
         before = subject.applied.stats()
         subject.step()
@@ -388,8 +374,6 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def rehearse(arguments: Sequence[str]) -> int:
     """Run this script with these arguments on a rehearsal's device; return its exit status."""
-    from hf_actswap.rehearsal import Options, build, environment
-
     # Nothing but PyTorch's own work is done on the host then: no values, no order of copies, no races.
     options = Options("H200", arithmetic="none", order="eager", races=False)
     rest = [word for word in arguments if word != "--rehearse"]

@@ -47,10 +47,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from benchmarks.records import (
@@ -63,9 +62,11 @@ from benchmarks.records import (
     versions,
     write_json,
 )
+from benchmarks.workloads import Workload, in_turns, llama_config
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
+from hf_actswap.planner.meter import CountingMeter, runs_its_own_dispatch
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -92,7 +93,7 @@ class _LocalOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+        if runs_its_own_dispatch(types):
             return NotImplemented  # the tensors inside them are dispatched again
         result = func(*args, **(kwargs or {}))
         self.note(func, tree_leaves((args, kwargs)), tree_leaves(result))
@@ -173,29 +174,18 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class PeakBytes(_LocalOps):
-    """Measures the most bytes alive at one time, of all storages made inside, and of logits.
-
-    A tensor counts as logits by the size of its last dim, one of ``widths``.
-    """
+class Logits(_LocalOps):
+    """Counts the bytes of logits that are made inside: of tensors whose last dim has one of ``widths``."""
 
     def __init__(self, widths: Iterable[int]) -> None:
         super().__init__()
-        self.peak_bytes = self.peak_logits_bytes = 0
+        self.meter = CountingMeter()
         self._widths = frozenset(widths)
-        self._alive: dict[int, tuple[StorageWeakRef, int, bool]] = {}
 
     def note(self, func: Any, given: list[Any], made: list[Any]) -> None:
-        known = {_key(leaf) for leaf in given if type(leaf) is torch.Tensor}
-        for leaf in made:
-            if type(leaf) is torch.Tensor and _key(leaf) not in known:
-                storage = leaf.untyped_storage()
-                is_logits = leaf.dim() > 1 and leaf.shape[-1] in self._widths
-                self._alive[_key(leaf)] = StorageWeakRef(storage), storage.nbytes(), is_logits
-        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self._alive.values()))
-        logits = sum(size for _, size, is_logits in self._alive.values() if is_logits)
-        self.peak_logits_bytes = max(self.peak_logits_bytes, logits)
+        known = {_key(leaf) for leaf in given if isinstance(leaf, torch.Tensor)}
+        wide = (leaf for leaf in made if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
+        self.meter.own(leaf for leaf in wide if leaf.shape[-1] in self._widths and _key(leaf) not in known)
 
 
 RANKS = 2
@@ -280,17 +270,9 @@ class Row:
 def whole_model(shape: Shape) -> LlamaForCausalLM:
     """Return the undivided model."""
     torch.manual_seed(SEED)
-    settings = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.length,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(settings).train()
+    sizes = (shape.layers, shape.length, shape.hidden, shape.inner, shape.heads, shape.kv_heads)
+    workload = Workload("peer", "Llama", *sizes, shape.vocabulary, head=True, dtype="float32")
+    return LlamaForCausalLM(llama_config(workload)).train()
 
 
 class Subject:
@@ -318,7 +300,7 @@ class Subject:
         """Run forward, backward and the sum of tagged gradients, each named to ``phase``; return the loss."""
         self.model.zero_grad(set_to_none=True)
         phase("forward")
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         phase("backward")
         loss.backward()
         phase("after backward")
@@ -332,11 +314,10 @@ class Subject:
         seen = Collectives()
         with seen.telling_regathers(), seen:
             row.loss = self.step(lambda name: setattr(seen, "phase", name))
-        row.calls = {" ".join(key): number for key, number in seen.calls.items()}
-        row.whole_bytes = {" ".join(key): size for key, size in seen.whole_bytes.items()}
-        row.wire_bytes = {
-            " ".join(key): ring_bytes(key[1], size, RANKS) for key, size in seen.whole_bytes.items()
-        }
+        for (phase, kind), size in seen.whole_bytes.items():
+            key = f"{phase} {kind}"
+            row.calls[key], row.whole_bytes[key] = seen.calls[phase, kind], size
+            row.wire_bytes[key] = ring_bytes(kind, size, RANKS)
         row.regathered_bytes = sum(v for key, v in row.wire_bytes.items() if key.endswith(REGATHER))
         row.sent_bytes = sum(row.wire_bytes.values()) - row.regathered_bytes
         row.grad_norm = self._grad_norm()
@@ -347,10 +328,10 @@ class Subject:
         with ExitStack() as hooks:
             self.step(lambda name: hooks.enter_context(saved.hooks()) if name == "forward" else hooks.close())
         row.saved_bytes = saved.total_bytes()
-        peak = PeakBytes({self.shape.vocabulary, self.shape.vocabulary // RANKS})
-        with peak:
+        widths = {self.shape.vocabulary, self.shape.vocabulary // RANKS}
+        with CountingMeter() as meter, Logits(widths) as logits:
             self.step()
-        row.peak_bytes, row.peak_logits_bytes = peak.peak_bytes, peak.peak_logits_bytes
+        row.peak_bytes, row.peak_logits_bytes = meter.peak_bytes(), logits.meter.peak_bytes()
         return row
 
     def _grad_norm(self) -> float:
@@ -371,14 +352,12 @@ def measure_dtype(shape: Shape, dtype: torch.dtype, rounds: int, warmup: int, fo
     subjects = [Subject(case, shape, dtype, folder) for case in cases_of(dtype)]
     rows = [subject.row() for subject in subjects]
     by_case = {row.case: row for row in rows}
-    for count in range(warmup + rounds):
-        first = count % len(subjects)
-        for subject in (*subjects[first:], *subjects[:first]):
-            dist.barrier()
-            start = time.perf_counter()
-            subject.step()
-            if count >= warmup:
-                by_case[subject.case.name].step_ms.append((time.perf_counter() - start) * 1e3)
+    for count, subject in in_turns(subjects, warmup + rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        subject.step()
+        if count >= warmup:
+            by_case[subject.case.name].step_ms.append((time.perf_counter() - start) * 1e3)
     for row in rows:
         row.ms = statistics.median(row.step_ms)
         pairs = zip(row.step_ms, rows[0].step_ms, strict=True)
@@ -387,7 +366,7 @@ def measure_dtype(shape: Shape, dtype: torch.dtype, rounds: int, warmup: int, fo
 
 
 def run_on_rank(
-    rank: int, folder: str, shape: dict[str, int], dtypes: Sequence[str], rounds: int, warmup: int
+    rank: int, folder: str, shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int
 ) -> None:
     """Measure and write ``rows.<rank>.pt``."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
@@ -398,11 +377,11 @@ def run_on_rank(
     try:
         weights = Path(folder, "weights")
         if rank == 0:
-            whole_model(Shape(**shape)).save_pretrained(weights)
+            whole_model(shape).save_pretrained(weights)
         dist.barrier()
         rows: list[Row] = []
         for dtype in dtypes:
-            rows += measure_dtype(Shape(**shape), getattr(torch, dtype), rounds, warmup, weights)
+            rows += measure_dtype(shape, getattr(torch, dtype), rounds, warmup, weights)
         torch.save([asdict(row) for row in rows], Path(folder, f"rows.{rank}.pt"))
     finally:
         dist.destroy_process_group()
@@ -427,8 +406,7 @@ Rows = Sequence[Mapping[str, Any]]
 def measure(shape: Shape, dtypes: Sequence[str], rounds: int, warmup: int) -> list[dict[str, Any]]:
     """Run all cases on two processes; return the rows of rank 0, then those of rank 1."""
     with tempfile.TemporaryDirectory() as folder:
-        told = (folder, asdict(shape), tuple(dtypes), rounds, warmup)
-        torch.multiprocessing.spawn(run_on_rank, told, nprocs=RANKS)
+        torch.multiprocessing.spawn(run_on_rank, (folder, shape, dtypes, rounds, warmup), nprocs=RANKS)
         return [row for rank in range(RANKS) for row in torch.load(Path(folder, f"rows.{rank}.pt"))]
 
 

@@ -297,22 +297,16 @@ def commit(repository: Path) -> dict[str, Any]:
 
     Without ``.git`` the commit is that of ``HF_ACTSWAP_COMMIT``, or ``None``.
     """
-    head = changes = None
-    if (repository / ".git").exists():  # a copy without it may lie in somebody else's checkout
-        head = _git(repository, "rev-parse", "HEAD")
-        changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
-    told = os.environ.get(COMMIT_VARIABLE) or None
-    return {"id": head or told, "dirty": bool(changes) if changes is not None else None}
-
-
-def _git(repository: Path, *arguments: str) -> str | None:
-    command = ["git", *arguments]
+    told = {"id": os.environ.get(COMMIT_VARIABLE) or None, "dirty": None}
+    if not (repository / ".git").exists():  # a copy without it may lie in somebody else's checkout
+        return told
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        return subprocess.check_output(
-            command, cwd=repository, stderr=subprocess.DEVNULL, text=True, timeout=30
-        ).strip()
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return told
+    head, _, dirty = done.stdout.strip().partition("-")
+    return {"id": head, "dirty": bool(dirty)}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -31,11 +31,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from hf_actswap import apply, load_config, resolve_plan
+from hf_actswap.cli.options import Lora, ModelRequest
+from hf_actswap.cli.step import StepShape, profile_of
+from hf_actswap.cli.subject import model_on_meta, subject
+from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.plan import MemoryPlan
+from hf_actswap.planner import Limits
+from hf_actswap.planner.budget import budget_bytes
+from hf_actswap.planner.cost.simulate import predict
+from hf_actswap.planner.search.find_plan import find_plan
+from hf_actswap.rehearsal import Options, RehearsedDevice, build, environment
+from hf_actswap.rehearsal.launch import Order
+from hf_actswap.stream import ChunkedStep
+
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 STEPS = 3
 DEVICE, MEMORY, HOST_MEMORY = "H200", 400 * GIB, "1TiB"
-Order = Literal["lazy", "eager", "random"]
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 
 _SIZES = (
@@ -143,8 +158,6 @@ def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: in
 
     ``planned`` is by `predicted`; ``memory`` is what the program can take, in bytes (``None``: all there is).
     """
-    from hf_actswap.rehearsal import Options, build, environment
-
     facts = {key: value for key, value in planned.items() if key != "plan"}
     found: dict[str, Any] = {"name": row.name, **facts, "memory": memory, "runs": []}
     options = Options(row.device, races=False, clock=True, host_memory=HOST_MEMORY)
@@ -164,22 +177,14 @@ def rehearse(row: Row, planned: Mapping[str, Any], memory: int | None, count: in
     return found
 
 
-def _request(row: Row, folder: str) -> Any:
-    from hf_actswap.cli.options import Lora, ModelRequest
-
+def _request(row: Row, folder: str) -> ModelRequest:
     (Path(folder) / "config.json").write_text(json.dumps(MODELS[row.model]), "utf-8")
     adapters = Lora(row.lora, ("all-linear",) if row.fits else ()) if row.lora else None
     return ModelRequest(folder, "bf16", adapters)
 
 
-def _limits(row: Row, profile: Any, structure: Any) -> Any:
+def _limits(row: Row, profile: Any, structure: Any) -> Limits:
     """Return the budget of a row that is planned."""
-    from hf_actswap import load_config, resolve_plan
-    from hf_actswap.config.schema import MemoryConfig
-    from hf_actswap.planner import Limits
-    from hf_actswap.planner.budget import budget_bytes
-    from hf_actswap.planner.cost.simulate import predict
-
     host = row.host_gib * GIB or None
     if row.fits:
         return Limits(budget_bytes(MemoryConfig(), profile.device_bytes, 0), host)
@@ -188,15 +193,8 @@ def _limits(row: Row, profile: Any, structure: Any) -> Any:
     return Limits(found.peak_bytes - (found.kept_bytes // 2 if row.method == "half" else 0), host)
 
 
-def predicted(row: Row, request: Any) -> dict[str, Any]:
+def predicted(row: Row, request: ModelRequest) -> dict[str, Any]:
     """Return a row's plan, and the predicted peaks: of forward and backward, and of the optimizer's step."""
-    from hf_actswap import load_config, resolve_plan
-    from hf_actswap.cli.step import StepShape, profile_of
-    from hf_actswap.cli.subject import subject
-    from hf_actswap.planner.cost.simulate import predict
-    from hf_actswap.planner.search.find_plan import find_plan
-    from hf_actswap.stream import ChunkedStep
-
     config = load_config(row.configuration or None)
     with subject(request, config) as found:
         step = StepShape(1, row.tokens, row.device, "bf16" if row.lora else None, row.optimizer)
@@ -216,13 +214,8 @@ def predicted(row: Row, request: Any) -> dict[str, Any]:
     return {"predicted": peak, "predicted_outside": outside, "plan": plan.to_json()}
 
 
-def measured(row: Row, request: Any, plan: Any) -> list[dict[str, int]]:
+def measured(row: Row, request: ModelRequest, plan: Any) -> list[dict[str, int]]:
     """Return the allocator's peaks in each step: in forward and backward, and in all of it."""
-    import torch
-
-    from hf_actswap import apply
-    from hf_actswap.cli.subject import model_on_meta
-
     model: Any = model_on_meta(request).to_empty(device="cuda").train()
     model.tie_weights()
     if row.method == "checkpointing":
@@ -244,8 +237,6 @@ def measured(row: Row, request: Any, plan: Any) -> list[dict[str, int]]:
 
 
 def _step(model: Any, optimizer: Any, ids: Any, mixed: bool) -> dict[str, int]:
-    import torch
-
     torch.cuda.reset_peak_memory_stats()
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -265,11 +256,6 @@ def runs(file: str) -> Iterator[dict[str, Any]]:
 
     ``file`` has the row, its plan, and how often it runs. Between runs all memory is given back.
     """
-    import torch
-
-    from hf_actswap.plan import MemoryPlan
-    from hf_actswap.rehearsal import RehearsedDevice
-
     given = json.loads(Path(file).read_text("utf-8"))
     row, device = Row(**given["row"]), RehearsedDevice.found()
     plan = MemoryPlan.from_json(given["plan"])

@@ -21,7 +21,6 @@ All use deterministic kernels, so that the bits of different cases can be compar
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib.util
 import os
@@ -30,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.exactness import deterministic, fingerprint
 from benchmarks.meters import give_back_cached_memory
 from benchmarks.records import Line, Record, Records
+from benchmarks.workloads import Workload, llama_config
 from hf_actswap import apply
 from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs
 from hf_actswap.engine.transfer import transfer_of
@@ -74,17 +75,10 @@ class Sizes:
     def model(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the model, the same in each call."""
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.layers,
-            num_attention_heads=max(1, self.hidden // 128),
-            num_key_value_heads=max(1, self.hidden // 128),
-            max_position_embeddings=self.tokens,
-            use_cache=False,
-            dtype=dtype,
-        )
+        heads = max(1, self.hidden // 128)
+        sizes = (self.layers, self.tokens, self.hidden, self.hidden * 11 // 4, heads, heads, self.vocabulary)
+        config = llama_config(Workload(self.name, "Llama", *sizes, head=True))
+        config.use_cache = False
         with device:
             return LlamaForCausalLM._from_config(config, dtype=dtype).train()
 
@@ -266,16 +260,7 @@ def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
 
 
 class _Counted(CountingMeter):
-    """A meter with a memory limit that counts between `on` and `off`; `start` and `stop` change nothing."""
-
-    def on(self) -> None:
-        super().start()
-
-    def off(self) -> None:
-        super().stop()
-
-    def start(self) -> None:
-        pass
+    """A meter with a memory limit that counts on when the planner stops it."""
 
     def stop(self) -> None:
         pass
@@ -286,11 +271,11 @@ def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[Meter]:
     """Within the block limit memory: on an accelerator by its allocator, on the CPU by the meter yielded."""
     if device.type == "cpu":
         counted = _Counted(limit_bytes)
-        counted.on()
+        counted.start()
         try:
             yield counted
         finally:
-            counted.off()
+            super(_Counted, counted).stop()
         return
     _, total_bytes = torch.accelerator.get_memory_info(device)
     share = 1.0 if limit_bytes is None else limit_bytes / total_bytes
@@ -306,18 +291,13 @@ def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.devi
     done: Training = TrainingJob(case, sizes).blank()
     if case.share is not None and needed_bytes is not None:
         done.limit_bytes = int(case.share * needed_bytes)
-    _clean(device)
+    give_back_cached_memory(device)  # what is cached already is given out beyond any limit
     with deterministic(fill=False), _limited(device, done.limit_bytes) as meter:
         try:
             _train(done, case, sizes, device, meter)
         except (BudgetError, torch.OutOfMemoryError) as error:
             done.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return done
-
-
-def _clean(device: torch.device) -> None:
-    gc.collect()  # memory that is cached already is given out beyond any limit
-    give_back_cached_memory(device)
 
 
 def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, meter: Meter) -> None:
@@ -339,22 +319,6 @@ def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, meter
             stack.callback(lambda: setattr(done, "evicted_bytes", planner.evicted_bytes))
         for number in range(sizes.steps):
             _step(done, sizes.ids(number, device), model, optimizer, planner, meter)
-
-
-class _ZeroStep:
-    """The optimizer of a DeepSpeed engine, which also makes its backward passes."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._engine.backward(loss)
-
-    def step(self) -> None:
-        self._engine.step()
-
-    def zero_grad(self) -> None:
-        """Do nothing: the engine's step did."""
 
 
 def _world_of_one(model: Any, device: torch.device) -> None:
@@ -391,14 +355,16 @@ def _zero3(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -
         "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": offload},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine, _ZeroStep(engine)
+    # The engine makes its backwards, and its step frees the gradients.
+    return engine, SimpleNamespace(backward=engine.backward, step=engine.step, zero_grad=lambda: None)
 
 
 PEERS: Mapping[str, Callable[[Any, torch.optim.Optimizer, torch.device], tuple[Any, Any]]] = {
     "FSDP2": _fsdp2,
     "ZeRO-3": _zero3,
 }
-"""By name, what prepares a model with adapters; returns what is called, and what makes its steps."""
+"""By name, what prepares a model with adapters; returns what is called, and what makes its steps (and its
+backwards, if it has that verb)."""
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
@@ -411,22 +377,15 @@ def _with_adapters(model: nn.Module) -> nn.Module:
 
 
 def _step(
-    done: Training,
-    batches: torch.Tensor,
-    model: Any,
-    optimizer: torch.optim.Optimizer | _ZeroStep,
-    planner: Planner | None,
-    meter: Meter,
+    done: Training, batches: torch.Tensor, model: Any, optimizer: Any, planner: Planner | None, meter: Meter
 ) -> None:
     phase = planner.phase if planner is not None else ""
+    backward = getattr(optimizer, "backward", torch.Tensor.backward)
     meter.reset_peak()
     start = time.perf_counter()
     for ids in batches:
         loss = model(input_ids=ids, labels=ids).loss
-        if isinstance(optimizer, _ZeroStep):
-            optimizer.backward(loss)
-        else:
-            loss.backward()
+        backward(loss)
     done.losses.append(loss.item())
     peak_bytes = meter.reserved_peak_bytes()
     optimizer.step()
@@ -506,7 +465,7 @@ def _now(device: torch.device) -> float:
 
 
 def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
-    _clean(device)
+    give_back_cached_memory(device)
     row: StatesRow = TrainingJob(case, sizes).blank()
     model = sizes.model(device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

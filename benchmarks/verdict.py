@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -158,15 +159,12 @@ def judge(rows: Sequence[Row]) -> list[Finding]:
     but a condition: if anything was measured on an accelerator, a comparison that is missing fails.
     """
     mine = [row for row in rows if row.get("device") != "cpu"]
-    workloads = {name: of_shape(mine, shape) for name, shape in SHAPES.items()}
-    more = {2: _eager, 10: _curve, 12: _reduction}
     findings: list[Finding] = []
-    for number in range(1, 15):
-        for name, found in workloads.items():
-            findings += _ratios(number, name, _with_best_mix(found))
-            findings += _worst(number, name, found)
-            if number in more:
-                findings += more[number](f"{number} {name}", found)
+    for name, shape in SHAPES.items():
+        found = of_shape(mine, shape)
+        for claims in (_ratios, _worst, _eager, _curve, _reduction):
+            findings += claims(name, found)
+    findings.sort(key=lambda finding: int(finding.claim.split()[0]))
     return [*findings, *_exact(mine), *_out_of_memory(mine), *_states(mine), *_near_eager(mine)]
 
 
@@ -210,10 +208,11 @@ def _remark(rows: Rows, *methods: str) -> str:
     return "; ".join(filter(None, (*named, told)))
 
 
-def _ratios(number: int, name: str, rows: Rows) -> Iterator[Finding]:
+def _ratios(name: str, measured: Rows) -> Iterator[Finding]:
+    rows = _with_best_mix(measured)
     for claim in RATIOS:
         bounds = claim.at_8k if name == "8k" else claim.at_32k
-        if claim.claim != number or bounds is None:
+        if bounds is None:
             continue
         is_time = claim.what in ("time", "speed")
         one, other = (claim.base, claim.ours) if claim.what == "speed" else (claim.ours, claim.base)
@@ -227,7 +226,8 @@ def _ratios(number: int, name: str, rows: Rows) -> Iterator[Finding]:
             value, words = None if value is None else 1 - value, "fall of the peak"
         sense = claim.sense or ("at least" if claim.what in ("speed", "fall") else "at most")
         remark = _remark(rows, claim.ours, claim.base)
-        yield Finding(f"{number} {name}: {claim.ours}, {words}", value, bounds[0], sense, remark, bounds[1])
+        words = f"{claim.claim} {name}: {claim.ours}, {words}"
+        yield Finding(words, value, bounds[0], sense, remark, bounds[1])
 
 
 def _with_best_mix(rows: Rows) -> Rows:
@@ -240,7 +240,7 @@ def _with_best_mix(rows: Rows) -> Rows:
     return {**rows, BEST_MIX: best} if best else rows
 
 
-def _eager(claim: str, rows: Rows) -> Iterator[Finding]:
+def _eager(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 2: the peak falls by the bytes swapped (without the tail that is kept)."""
     base = "eager"
     for ours in (ratio.ours for ratio in RATIOS if ratio.claim == 2):
@@ -250,7 +250,7 @@ def _eager(claim: str, rows: Rows) -> Iterator[Finding]:
             swapped = rows[ours]["swapped_bytes"]
             share = fall / swapped if swapped else 0.0
             remark = remark if swapped else "nothing was swapped"
-        words = f"{claim}: {ours}, fall of the peak over bytes swapped"
+        words = f"2 {name}: {ours}, fall of the peak over bytes swapped"
         yield Finding(words, share, SHARE_OF_SWAPPED, "at least", remark)
 
 
@@ -264,9 +264,13 @@ def _unknown(rows: Sequence[Row]) -> str:
     return "expandable segments are refused there" if any(map(_is_fragmented, rows)) else "no such row"
 
 
+def _over(row: Row, one: str, other: str) -> float | None:
+    return row[one] / row[other] if row[one] and row[other] else None
+
+
 def _reserved(row: Row) -> float | None:
-    reserved, allocated = row["peak_reserved_bytes"], row["peak_allocated_bytes"]
-    return reserved / allocated if reserved and allocated and not _is_fragmented(row) else None
+    over = _over(row, "peak_reserved_bytes", "peak_allocated_bytes")
+    return None if _is_fragmented(row) else over
 
 
 def _spread(row: Row) -> float | None:
@@ -283,23 +287,17 @@ def _first_step(row: Row) -> float | None:
 
 
 def _over_budget(row: Row) -> float | None:
-    in_use, budget = row["peak_allocated_bytes"], row["budget_bytes"]
-    return in_use / budget if in_use and budget else None
+    return _over(row, "peak_allocated_bytes", "budget_bytes")
 
 
-def _off(predicted: str, measured: str) -> Callable[[Row], float | None]:
-    def off(row: Row) -> float | None:
-        return abs(row[predicted] / row[measured] - 1) if row[predicted] and row[measured] else None
-
-    return off
+def _off(predicted: str, measured: str, row: Row) -> float | None:
+    over = _over(row, predicted, measured)
+    return None if over is None else abs(over - 1)
 
 
-def _steps_to_stable(compiled: bool) -> Callable[[Row], float | None]:
-    def steps(row: Row) -> float | None:
-        found = float("inf") if row["steps_to_stable"] is None else row["steps_to_stable"]
-        return found if row["compiled"] is compiled else None
-
-    return steps
+def _steps_to_stable(compiled: bool, row: Row) -> float | None:
+    found = float("inf") if row["steps_to_stable"] is None else row["steps_to_stable"]
+    return found if row["compiled"] is compiled else None
 
 
 class Worst(NamedTuple):
@@ -312,6 +310,8 @@ class Worst(NamedTuple):
     bound: float
 
 
+_PEAK_OFF = partial(_off, "predicted_peak_bytes", "peak_allocated_bytes")
+_TIME_OFF = partial(_off, "predicted_ms", "ms")
 _FIRST_STEP = "first step over median, less compilation and pinning, worst of ours"
 WORST = (
     # No fragmentation and no drift in the timed steps.
@@ -320,34 +320,23 @@ WORST = (
     Worst(3, _FIRST_STEP, _OURS, _first_step, FIRST_STEP_OVER_MEDIAN),
     # The planner's budget, predictions and search; the warm-up of compiled layers takes a step more.
     Worst(11, "peak allocated over the budget, worst row", PLANNER, _over_budget, 1.0),
-    Worst(
-        13,
-        "predicted peak off the measured, worst row",
-        PLANNER,
-        _off("predicted_peak_bytes", "peak_allocated_bytes"),
-        PREDICTED_PEAK,
-    ),
-    Worst(
-        13, "predicted time off the measured, worst row", PLANNER, _off("predicted_ms", "ms"), PREDICTED_TIME
-    ),
-    Worst(14, "eager layers, steps to stable, worst row", PLANNER, _steps_to_stable(False), 10),
-    Worst(14, "compiled layers, steps to stable, worst row", PLANNER, _steps_to_stable(True), 11),
+    Worst(13, "predicted peak off the measured, worst row", PLANNER, _PEAK_OFF, PREDICTED_PEAK),
+    Worst(13, "predicted time off the measured, worst row", PLANNER, _TIME_OFF, PREDICTED_TIME),
+    Worst(14, "eager layers, steps to stable, worst row", PLANNER, partial(_steps_to_stable, False), 10),
+    Worst(14, "compiled layers, steps to stable, worst row", PLANNER, partial(_steps_to_stable, True), 11),
     Worst(14, "s of planning, worst row", PLANNER, lambda row: row["planning_s"], PLANNING_S),
 )
 
 
-def _worst(number: int, name: str, rows: Rows) -> Iterator[Finding]:
+def _worst(name: str, rows: Rows) -> Iterator[Finding]:
     for claim in WORST:
-        if claim.claim == number:
-            named = [
-                row for method, row in rows.items() if method.startswith(claim.names_begin) and row["ms"]
-            ]
-            found = [(value, row["method"]) for row in named if (value := claim.number(row)) is not None]
-            value, remark = max(found) if found else (None, _unknown(named))
-            yield Finding(f"{number} {name}: {claim.what}", value, claim.bound, "at most", remark)
+        named = [row for method, row in rows.items() if method.startswith(claim.names_begin) and row["ms"]]
+        found = [(value, row["method"]) for row in named if (value := claim.number(row)) is not None]
+        value, remark = max(found) if found else (None, _unknown(named))
+        yield Finding(f"{claim.claim} {name}: {claim.what}", value, claim.bound, "at most", remark)
 
 
-def _curve(claim: str, rows: Rows) -> Iterator[Finding]:
+def _curve(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 10: no peer and no hand-written mix is faster than the planner with the same memory.
 
     The curve ends at the row in which nothing is swapped or recomputed, which the planner also chooses if
@@ -366,7 +355,7 @@ def _curve(claim: str, rows: Rows) -> Iterator[Finding]:
         gain, method = max(below, default=(None, "no curve, or nobody to compare with"))
         absent = [peer for peer in NAMED_PEERS[compiled] if peer not in points]
         remark = f"{method}; not measured: {', '.join(absent)}" if absent else method
-        words = f"{claim}: {layers}, how far others are below the planner's curve"
+        words = f"10 {name}: {layers}, how far others are below the planner's curve"
         yield Finding(words, gain, BELOW_THE_CURVE, "at most", remark, 0.0)
 
 
@@ -398,7 +387,7 @@ def time_on(curve: Sequence[Point], size_bytes: float) -> float:
     return float(np.interp(size_bytes, sizes, times))
 
 
-def _reduction(claim: str, rows: Rows) -> Iterator[Finding]:
+def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 12: the peak falls by ``reduce_by_gib``."""
     away = None
     remark = _remark(rows, _REDUCED, "eager")
@@ -408,7 +397,7 @@ def _reduction(claim: str, rows: Rows) -> Iterator[Finding]:
         wanted = rows[_REDUCED]["config"]["memory"]["reduce_by_gib"] * 2**30
         fall = rows["eager"]["peak_reserved_bytes"] - rows[_REDUCED]["peak_reserved_bytes"]
         away = abs(fall / wanted - 1)
-    words = f"{claim}: {_REDUCED}, fall of the peak, off the request"
+    words = f"12 {name}: {_REDUCED}, fall of the peak, off the request"
     yield Finding(words, away, REDUCTION, "at most", remark)
 
 

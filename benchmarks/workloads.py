@@ -9,10 +9,10 @@ here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -166,8 +166,19 @@ def timed_step_ms(step: TrainingStep) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+_Subject = TypeVar("_Subject")
+
+
+def in_turns(subjects: Sequence[_Subject], rounds: int) -> Iterator[tuple[int, _Subject]]:
+    """Yield a round's number and a subject: each subject once in a round, in an order that changes."""
+    for number in range(rounds):
+        first = number % len(subjects)
+        for subject in (*subjects[first:], *subjects[:first]):
+            yield number, subject
+
+
 class TrainingStep:
-    """A model, its input and one step of it; base class of `DecoderStack` and `WholeModel`.
+    """A model, its input and one step of it: the whole model here, in `DecoderStack` its layers alone.
 
     All values are drawn from a fixed seed. Gradients are allocated once and added to, as in gradient
     accumulation, so they belong to the baseline state and not to a step's memory.
@@ -187,20 +198,23 @@ class TrainingStep:
             leaf.grad = torch.zeros_like(leaf)
 
     def _build(self, config: LlamaConfig) -> Any:
-        """Return the model; then make its input."""
-        raise NotImplementedError
+        """Return the model; then make its input: random tokens."""
+        model = LlamaForCausalLM(config)
+        self.input_ids = torch.randint(self.workload.vocab, (1, self.workload.tokens))
+        return model
 
     def forward(self) -> torch.Tensor:
-        """Run forward; return the output, which `backward` and `loss` take."""
-        raise NotImplementedError
+        """Run forward; return the output, which `backward` and `loss` take: the loss, a scalar."""
+        loss: torch.Tensor = self.model(input_ids=self.input_ids, labels=self.input_ids, use_cache=False).loss
+        return loss
 
     def backward(self, output: torch.Tensor) -> None:
         """Run backward from `forward`'s result."""
-        raise NotImplementedError
+        output.backward()
 
     def loss(self, output: torch.Tensor) -> float:
         """Return a number by which the results of two rows can be compared, summed in fp32."""
-        raise NotImplementedError
+        return float(output.detach())
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
@@ -261,26 +275,6 @@ class DecoderStack(TrainingStep):
         return float(total) / output.numel()
 
 
-class WholeModel(TrainingStep):
-    """Embedding, decoder layers, final norm, head and cross-entropy on random tokens."""
-
-    def _build(self, config: LlamaConfig) -> Any:
-        model = LlamaForCausalLM(config)
-        self.input_ids = torch.randint(self.workload.vocab, (1, self.workload.tokens))
-        return model
-
-    def forward(self) -> torch.Tensor:
-        """Return the loss, a scalar."""
-        loss: torch.Tensor = self.model(input_ids=self.input_ids, labels=self.input_ids, use_cache=False).loss
-        return loss
-
-    def backward(self, output: torch.Tensor) -> None:
-        output.backward()
-
-    def loss(self, output: torch.Tensor) -> float:
-        return float(output.detach())
-
-
 def training_step(workload: Workload, device: torch.device) -> TrainingStep:
-    """Return a `WholeModel` or a `DecoderStack`, as the workload says."""
-    return (WholeModel if workload.head else DecoderStack)(workload, device)
+    """Return a step of the whole model or of a `DecoderStack`, as the workload says."""
+    return (TrainingStep if workload.head else DecoderStack)(workload, device)

@@ -12,13 +12,14 @@ from benchmarks import parallel_peer
 from benchmarks.parallel_peer import (
     PEER,
     Collectives,
-    PeakBytes,
+    Logits,
     SavedBytes,
     Shape,
     cases_of,
     kind_of,
     ring_bytes,
 )
+from hf_actswap.planner import CountingMeter
 
 SHAPE = Shape(hidden=64, inner=96, heads=4, kv_heads=2, layers=2, vocabulary=320, length=32)
 TINY = [part for name, value in vars(SHAPE).items() for part in (f"--{name}", str(value))]
@@ -98,10 +99,10 @@ def test_saved_and_peak_bytes_of_a_product() -> None:
     """A storage counts once, a parameter not at all; what died counts no more."""
     weight = torch.nn.Parameter(torch.ones(8, 16))
     saved, x = SavedBytes([weight]), torch.ones(4, 8, requires_grad=True)
-    with saved.hooks(), PeakBytes({16}) as peak, Collectives() as none:
+    with saved.hooks(), CountingMeter() as meter, Logits({16}) as logits, Collectives() as none:
         y = x @ weight
         z = (y * y).sum()
     assert saved.total_bytes() == x.nbytes + y.nbytes
-    assert peak.peak_logits_bytes == 2 * y.nbytes
-    assert peak.peak_bytes == 2 * y.nbytes + z.nbytes
+    assert logits.meter.peak_bytes() == 2 * y.nbytes
+    assert meter.peak_bytes() == 2 * y.nbytes + z.nbytes
     assert not none.calls

@@ -29,6 +29,7 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 # isort: split
 import torch
 
+from benchmarks.measure import Bench
 from benchmarks.records import (
     Record,
     Records,
@@ -41,7 +42,7 @@ from benchmarks.records import (
     results_folder,
 )
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
-from benchmarks.runner import Session, again_asked, answerer, frontier_jobs
+from benchmarks.runner import Request, Session, again_asked, frontier_jobs
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 _CHANGES = ("layers", "tokens", "dtype", "steps")
@@ -64,7 +65,12 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
         getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile")
     ):
         path = results_folder() / f"frontier_{file_name(about['device'])}_{datetime.now():%Y%m%d}.json"
-    session = Session(Records(path), answerer(device, rows)[0], about, again_asked(arguments.again))
+    bench = Bench(device, rows)
+
+    def ask(request: Request, _limit_s: float | None) -> Any:
+        return request(bench)
+
+    session = Session(Records(path), ask, about, again_asked(arguments.again))
     compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
     chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     done: list[Record] = []

@@ -369,7 +369,7 @@ class Day:
         try:
             found = self.session.learn_origin(again)["environment"]["hardware"]
         except MeasureError as error:
-            self.say(f"{self.machine.name} does not answer: {error}\n{error.told}")
+            self.say(f"{self.machine.name} does not answer: {error.reason}\n{error.told}")
             return error.status == "failed"
         self.say(_in_one_line(found))
         return found.get("expandable_segments") is False

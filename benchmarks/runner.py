@@ -4,8 +4,8 @@ A `Session` goes through its jobs. A job whose result is recorded is not measure
 does not fit into the time that is left is left out; every result is in the file before the next job begins.
 One of two objects measures:
 
-* `answerer` measures in this process, for the CPU and for tests.
-* `Worker` is a process of its own that answers the same requests. A kernel that fails poisons the CUDA
+* `Bench` measures in this process, for the CPU and for tests.
+* `Worker` is a process of its own that has such a bench. A kernel that fails poisons the CUDA
   context of its whole process, and a hang in the driver cannot be interrupted from inside. So the process
   that measures must be one that can be ended from outside, and the process that keeps the results must never
   touch the device. One worker measures many rows, because its start (imports, context, model, link) takes 15
@@ -33,14 +33,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import REPORTS_VARIABLE, SETTLED_VARIABLE, TEST_LIMIT_VARIABLE
 from benchmarks.measure import Bench, empty_result
@@ -52,13 +51,14 @@ from benchmarks.records import (
     Record,
     Records,
     Result,
+    Status,
     device_named,
     fill_ratios,
     key_of,
     origin,
 )
 from benchmarks.rows import EAGER, ROWS, Row
-from benchmarks.trainings import TrainingJob, training_answer
+from benchmarks.trainings import TrainingJob
 from benchmarks.workloads import Workload, layer_saved_bytes, step_flop
 
 logger = logging.getLogger(__name__)
@@ -90,20 +90,21 @@ _SECONDS_TO_END = 3.0
 _TOLD_BYTES = 20_000
 TEST_LIMIT_S = 240.0
 
-Request = dict[str, Any]
-Ask = Callable[[Request, float | None], Line]
-"""Function of a request and a limit in seconds that measures and returns the fields of a record.
+Request = Callable[[Bench], Any]
+"""Measures on a bench and returns a record. It can be pickled."""
+Ask = Callable[[Request, float | None], Any]
+"""Function of a request and a limit in seconds that returns the request's answer.
 
 Raises:
-    MeasureError: it took too long, or its process died.
+    MeasureError: it failed, or took too long, or its process died.
 """
 
 
 class MeasureError(Exception):
-    """A request that got no answer: ``timed out`` or ``failed``, and the end of the process's output."""
+    """A request that got no answer: ``timed out`` or ``failed``, and a traceback or its process's output."""
 
-    def __init__(self, status: str, reason: str, told: str) -> None:
-        super().__init__(reason)
+    def __init__(self, status: Status, reason: str, told: str) -> None:
+        super().__init__(status, reason, told)
         self.status, self.reason, self.told = status, reason, told
 
 
@@ -166,13 +167,13 @@ class FrontierJob:
             config = options_of(self.row.budget, self.row.compiles, beside)
             if isinstance(config, str):
                 return config
-        return {
-            "kind": "frontier",
-            "workload": asdict(self.workload),
-            "row": self.row.name,
-            "config": config,
-            "compared": not self.longest,
-        }
+        return partial(
+            Bench.measure,
+            workload=self.workload,
+            name=self.row.name,
+            config=config,
+            compared=not self.longest,
+        )
 
     def is_same(self, line: Line) -> bool:
         """Whether a recorded line was measured with the settings that the job has now."""
@@ -322,10 +323,7 @@ class Session:
         """Return the fields that are the same in every record; what measures is asked once, and ``again``."""
         self._origin_is_whole = self._origin_is_whole and not again
         if not self._origin_is_whole:
-            answer = self._ask({"kind": "origin"}, _SECONDS_FOR_ORIGIN)
-            if answer.get("status") == "failed":
-                raise MeasureError("failed", answer["reason"], answer["traceback"])
-            self._origin |= answer | {"device": self.device}
+            self._origin |= self._ask(origin_of, _SECONDS_FOR_ORIGIN) | {"device": self.device}
             self._origin_is_whole = True
         return self._origin
 
@@ -344,10 +342,8 @@ class Session:
         started = self.clock()
         try:
             self.learn_origin()
-            answer = self._ask(request, limit_s)
-            names = {item.name for item in fields(record)} - set(KEY_FIELDS)
-            measured = {name: value for name, value in answer.items() if name in names}
-            record = replace(record, **measured)
+            key = {name: value for name, value in vars(record).items() if name in KEY_FIELDS}
+            record = replace(self._ask(request, limit_s), **key)
         except MeasureError as error:
             cut = error.status == "timed out" and limit_s < own_s
             record.status = "left out" if cut else error.status
@@ -375,27 +371,16 @@ def in_words(record: Record) -> str:
     return ", ".join(parts)
 
 
-def answerer(device: torch.device, rows: Sequence[Row] = ROWS) -> tuple[Ask, Bench]:
-    """Return what measures requests in this process, without a limit, and the bench on which it does."""
-    bench = Bench(device, rows)
-
-    def answer(request: Request, _limit_s: float | None = None) -> Line:
-        if request["kind"] == "origin":
-            return origin(device)
-        if request["kind"] == "frontier":
-            workload = Workload(**request["workload"])
-            return asdict(bench.measure(workload, request["row"], request["config"], request["compared"]))
-        bench.clear()
-        return training_answer(request, device)
-
-    return answer, bench
+def origin_of(bench: Bench) -> Line:
+    """Return the fields of a record that are the same in all that a bench measures."""
+    return origin(bench.device)
 
 
 def serve(requests: Connection, output: Path, device: str, rows: Sequence[Row] = ROWS) -> None:
     """Answer requests in a process of its own, until one leaves it in a state that cannot be trusted.
 
-    The first answer is ``ready``; the last one has ``ends`` set. What this process and its children print is
-    appended to ``output``.
+    The first answer is ``ready``; with the others goes whether it is the last one. What this process and its
+    children print is appended to ``output``.
     """
     os.setpgid(0, 0)  # its compilers end with it
     with output.open("ab") as file:
@@ -404,22 +389,21 @@ def serve(requests: Connection, output: Path, device: str, rows: Sequence[Row] =
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    answer, bench = answerer(device_named(device), rows)
+    bench = Bench(device_named(device), rows)
     requests.send("ready")
     ends = False
     while not ends:
         try:
-            request = requests.recv()
+            request: Request = requests.recv()
         except EOFError:
             return
         try:
-            line = answer(request, None)
+            answer = request(bench)
         except Exception as error:
             logger.exception("a request failed")
-            reason = f"{type(error).__name__}: {error}"
-            line = {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
-        ends = line.get("status", "measured") != "measured" and not bench.is_sound()
-        requests.send({**line, "ends": ends})
+            answer = MeasureError("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        ends = getattr(answer, "status", "measured") != "measured" and not bench.is_sound()
+        requests.send((answer, ends))
 
 
 class Worker:
@@ -438,16 +422,18 @@ class Worker:
         self._device, self._output, self._environment, self._target = device, output, environment, target
         self._process: SpawnProcess | None = None
 
-    def __call__(self, request: Request, limit_s: float | None = None) -> Line:
+    def __call__(self, request: Request, limit_s: float | None = None) -> Any:
         """Measure a request, as `Ask` says; the limit does not include the start of the process."""
         if self._process is None:
             self._start()
             self._answer(_SECONDS_TO_START, "it did not start in")
         with suppress(OSError):  # if the process is gone, the answer shows it
             self._requests.send(request)
-        answer: Line = self._answer(limit_s, "no answer after")
-        if answer.pop("ends"):
+        answer, ends = self._answer(limit_s, "no answer after")
+        if ends:
             self.stop()
+        if isinstance(answer, MeasureError):
+            raise answer
         return answer
 
     def _start(self) -> None:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
 from benchmarks.exactness import deterministic, fingerprint
+from benchmarks.measure import Bench
 from benchmarks.meters import give_back_cached_memory
 from benchmarks.records import Line, Record, Records
 from benchmarks.workloads import Workload, llama_config
@@ -222,18 +224,13 @@ class TrainingJob:
     def estimate_s(self, _session: object) -> float:
         return self.sizes.expected_s * self.case.effort
 
-    def request(self, records: Records) -> dict[str, Any] | str:
+    def request(self, records: Records) -> Callable[[Bench], Any] | str:
         if self.case.weights == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
             return "DeepSpeed is not installed"
         needed_bytes = self._needed_bytes(records) if self.case.share is not None else None
         if self.case.share is not None and needed_bytes is None:
             return "what plain needs was not measured"
-        return {
-            "kind": self.case.kind,
-            "method": self.case.method,
-            "sizes": asdict(self.sizes),
-            "needed_bytes": needed_bytes,
-        }
+        return partial(_alone, self.case, self.sizes, needed_bytes)
 
     def is_same(self, line: Line) -> bool:
         return bool(line["settings"] == asdict(self.sizes))
@@ -250,13 +247,12 @@ def training_jobs(kind: str, sizes: Sizes) -> list[TrainingJob]:
     return [TrainingJob(case, sizes) for case in CASES if case.kind == kind]
 
 
-def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
-    """Measure the request of a `TrainingJob`; return the fields of its record."""
-    sizes = Sizes(**request["sizes"])
-    case = next(one for one in CASES if (one.kind, one.method) == (request["kind"], request["method"]))
-    if case.kind != OPTIMIZER_STATES:
-        return asdict(train(case, sizes, request["needed_bytes"], device))
-    return asdict(measure_states(case, sizes, device))
+def _alone(case: Case, sizes: Sizes, needed_bytes: int | None, bench: Bench) -> Training | StatesRow:
+    """Measure a case after all else on the bench is freed."""
+    bench.clear()
+    if case.kind == OPTIMIZER_STATES:
+        return measure_states(case, sizes, bench.device)
+    return train(case, sizes, needed_bytes, bench.device)
 
 
 class _Counted(CountingMeter):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import trainings
+from benchmarks.measure import Bench
 from benchmarks.records import Records
 from benchmarks.trainings import (
     FROZEN_CASES,
@@ -23,7 +24,6 @@ from benchmarks.trainings import (
     TrainingJob,
     measure_states,
     train,
-    training_answer,
     training_jobs,
 )
 
@@ -98,18 +98,16 @@ def test_a_limit_is_a_share_of_what_plain_needed() -> None:
     records.put(Training(PLAIN, error="OutOfMemoryError: all of it", **about))
     assert planned.request(records) == reason
     records.put(Training(PLAIN, **about))
-    request = planned.request(records)
-    assert isinstance(request, dict)
-    assert request["needed_bytes"] == 100
+    request: Any = planned.request(records)
+    assert request.args == (planned.case, MEMORY, 100)
     other = TrainingJob(planned.case, replace(MEMORY, name="other"))
     assert other.request(records) == reason
 
 
-def test_a_request_is_answered_by_the_fields_of_its_record() -> None:
+def test_a_request_is_answered_by_its_record() -> None:
     job = training_jobs(OPTIMIZER_STATES, STATES)[0]
-    request = job.request(Records())
-    assert isinstance(request, dict)
-    line = training_answer(request, CPU)
+    request: Any = job.request(Records())
+    line = asdict(request(Bench(CPU)))
     assert (line["method"], line["kind"], line["workload"]) == (PLAIN, OPTIMIZER_STATES, "tiny")
     assert job.is_same(line)
     assert not TrainingJob(job.case, replace(STATES, layers=3)).is_same(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,23 +31,18 @@ def set_mode(enabled: bool, warns: bool, fills: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-@pytest.fixture(params=[(False, False, True), (True, True, False), (True, False, True)])
-def before(request: pytest.FixtureRequest) -> Iterator[Mode]:
-    at_first = mode()
-    set_mode(*request.param)
-    yield request.param
-    set_mode(*at_first)
-
-
+@pytest.mark.parametrize("before", [(False, False, True), (True, True, False), (True, False, True)])
 @pytest.mark.parametrize("fill", [True, False])
 def test_it_is_strict_and_what_was_set_before_is_set_again(fill: bool, before: Mode) -> None:
-    def fail() -> None:
-        assert mode() == (True, False, fill)
-        raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"), deterministic(fill):
-        fail()
-    assert mode() == before
+    at_first, inside = mode(), None
+    set_mode(*before)
+    try:
+        with suppress(ValueError), deterministic(fill):
+            inside = mode()
+            raise ValueError
+        assert (inside, mode()) == ((True, False, fill), before)
+    finally:
+        set_mode(*at_first)
 
 
 def test_nobody_else_sets_the_mode(repository: Path) -> None:

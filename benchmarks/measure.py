@@ -53,7 +53,7 @@ class Reference:
     def of(cls, step: TrainingStep) -> Reference:
         """Run two eager steps, whose bits must be the same. An error becomes ``fault`` and is not raised."""
         try:
-            found, again = (_fingerprints_of_step(step) for _ in range(2))
+            found, again = (_outcome(empty_result(EAGER, step.workload), step, EAGER) for _ in range(2))
             bad = useless(_gradients(step))
         except Exception as error:
             return cls(fault=f"eager, with deterministic kernels: {type(error).__name__}: {error}")
@@ -63,15 +63,6 @@ class Reference:
             return cls(found, f"eager gives zeros or no finite numbers: {', '.join(bad[:5])}")
         changed = differing(again, found)
         return cls(found, f"two eager steps differ: {', '.join(changed[:5])}" if changed else "")
-
-
-def _fingerprints_of_step(step: TrainingStep) -> dict[str, Fingerprint]:
-    step.zero_gradients()
-    with deterministic():
-        output = step.forward()
-        step.backward(output)
-        step.synchronize()
-    return fingerprints({"output": output, **_gradients(step)})
 
 
 class Bench:
@@ -92,7 +83,7 @@ class Bench:
                 self._step = training_step(workload, self.device)
             except torch.OutOfMemoryError as error:
                 result = empty_result(row, workload)
-                result.status, result.reason = "out of memory", str(error).splitlines()[0]
+                _note_failure(result, error)
                 return result
         if compared and self._reference is None:
             self._reference = Reference.of(self._step)

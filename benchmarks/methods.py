@@ -66,23 +66,25 @@ class Budget:
         """Names of the rows, beside eager, that must be measured before."""
         return (self.peak_of,) if self.peak_of else ()
 
-    def memory(self, results: Mapping[str, Result]) -> tuple[dict[str, float], int] | None:
-        """Return the key of the ``memory`` section and the budget in bytes; ``None``: a peak is not known.
+    def options(self, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:
+        """Return the options for a row's setup, or a text that says why the budget is not known.
 
         Peaks are those of reserved memory if the allocator counts it, because the planner limits that.
         """
-        eager = results.get("eager")
+        found = {result.method: result for result in results}
+        eager, base = found.get("eager"), found.get(self.peak_of or "eager")
+        unknown = f"its budget is the peak of {self.peak_of or 'eager'}, which was not measured"
         if eager is None or not eager.activation_bytes or _peak_bytes(eager) is None:
-            return None
-        if self.peak_of:
-            base = results.get(self.peak_of)
-            peak = None if base is None or base.ms is None else _peak_bytes(base)
-            return None if peak is None else ({"budget_gib": peak / GIB}, peak)
-        kept_share = self.share or 1 - self.reduce_share
-        peak = (_peak_bytes(eager) or 0) - round((1 - kept_share) * eager.activation_bytes)
-        if self.reduce_share:
-            return {"reduce_by_gib": self.reduce_share * eager.activation_bytes / GIB}, peak
-        return {"budget_gib": peak / GIB}, peak
+            return unknown
+        if base is None or base.ms is None or (peak := _peak_bytes(base)) is None:
+            return unknown
+        fall_bytes = (self.reduce_share or 1 - self.share) * eager.activation_bytes
+        if not self.peak_of:
+            peak -= round(fall_bytes)
+        by_fall, by_peak = {"reduce_by_gib": fall_bytes / GIB}, {"budget_gib": peak / GIB}
+        memory = by_fall if self.reduce_share else by_peak
+        planned = {"memory": memory, "budget_bytes": peak}
+        return {"planned": planned} if compiles else planned
 
 
 def _peak_bytes(result: Result) -> int | None:
@@ -156,16 +158,6 @@ def _start(step: TrainingStep, options: Mapping[str, Any]) -> Planned:
     plan = resolve_plan(config, shape)
     training = PlannedTraining(step.model, shape, plan, config.memory, counts_steps=False)
     return Planned(plan_while_training(training, meter=meter), options["budget_bytes"])
-
-
-def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:
-    """Return the options for a row's setup, or a text that says why its budget is not known."""
-    found = budget.memory({result.method: result for result in results})
-    if found is None:
-        return f"its budget is the peak of {budget.peak_of or 'eager'}, which was not measured"
-    memory, budget_bytes = found
-    planned = {"memory": memory, "budget_bytes": budget_bytes}
-    return {"planned": planned} if compiles else planned
 
 
 Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | Planned | None]]

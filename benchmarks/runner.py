@@ -43,7 +43,6 @@ from typing import Any
 
 from benchmarks import REPORTS_VARIABLE, SETTLED_VARIABLE, TEST_LIMIT_VARIABLE
 from benchmarks.measure import Bench, empty_result
-from benchmarks.methods import options_of
 from benchmarks.records import (
     KEY_FIELDS,
     REPOSITORY,
@@ -164,7 +163,7 @@ class FrontierJob:
         config = None
         if self.row.budget is not None:
             beside = [Result(**line) for line in records if self._is_at(line, method=line.get("method"))]
-            config = options_of(self.row.budget, self.row.compiles, beside)
+            config = self.row.budget.options(self.row.compiles, beside)
             if isinstance(config, str):
                 return config
         return partial(
@@ -559,7 +558,7 @@ def run_suite(suite: Suite, session: Session, place: Place, deadline_s: float) -
 
 
 def _events_of(suite: Suite, place: Place, settled: Sequence[str], left_s: float) -> Iterator[Line]:
-    """Run pytest once; yield each test that ends or dies, and last, if nothing died, the status ``end``."""
+    """Run pytest once; yield each test that ends or dies, and last ``end``, if its process lives."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         left_out = Path(folder, "settled.json")
@@ -582,7 +581,7 @@ def _events_of(suite: Suite, place: Place, settled: Sequence[str], left_s: float
         over = threading.Timer(left_s, end_group, (child.pid,))
         over.start()
         running: dict[str, float] = {}
-        whole = lost = False
+        whole = False
         try:
             with os.fdopen(reading, encoding="utf-8") as lines:
                 for event in map(json.loads, lines):
@@ -592,26 +591,25 @@ def _events_of(suite: Suite, place: Place, settled: Sequence[str], left_s: float
                     began_s = running.pop(event["id"], None)
                     if event["status"] != "died":
                         whole = event["status"] == "end"
-                        yield {**event, "status": "end"} if whole and not lost else event
+                        yield event
                     elif began_s is not None:
-                        lost, told_now = True, told_since(place.output, start)
-                        yield _dead(event["id"], began_s, f"{told_now}\n{event['text']}")
+                        yield _dead(event["id"], began_s, told_since(place.output, start), event["text"])
             if not whole and over.is_alive():  # the process that knows of all tests died, or let itself die
                 child.wait(_SECONDS_TO_END)
                 ended = f"pytest's process ended with status {child.returncode}"
                 for test, began_s in running.items():
-                    yield _dead(test, began_s, f"{told_since(place.output, start)}\n{ended}")
+                    yield _dead(test, began_s, told_since(place.output, start), ended)
         finally:
             over.cancel()
             end_group(child.pid)
             child.wait(10 * _SECONDS_TO_END)
 
 
-def _dead(test: str, began_s: float, told: str) -> Line:
+def _dead(test: str, began_s: float, told: str, why: str) -> Line:
     """Return the event of a test whose process died: its own watchdog ends it when it takes too long."""
     seconds = time.monotonic() - began_s
     status = "timed out" if seconds >= 0.9 * TEST_LIMIT_S else "failed"
-    return {"id": test, "status": status, "text": told, "seconds": seconds, "properties": {}}
+    return {"id": test, "status": status, "text": f"{told}\n{why}", "seconds": seconds, "properties": {}}
 
 
 def _record_of(suite: Suite, event: Mapping[str, Any]) -> TestRecord:

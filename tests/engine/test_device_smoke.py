@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.exactness import deterministic
 from benchmarks.measure import Bench
 from benchmarks.meters import give_back_cached_memory, pinned_bytes
-from benchmarks.methods import options_of
 from benchmarks.records import device_named, hardware, origin
 from benchmarks.rows import EAGER, ROWS, STREAMED, TILED_STEP, Row
 from benchmarks.trainings import OUT_OF_MEMORY_CASES, STATES_CASES, Sizes, measure_states, train
@@ -385,7 +384,7 @@ def test_a_row_of_the_planner(bench: Bench) -> None:
     eager = bench.measure(WORKLOAD, EAGER.name)
     row = row_named("actswap_plan_half")
     assert row.budget is not None
-    options: Any = options_of(row.budget, False, [eager])
+    options: Any = row.budget.options(False, [eager])
     result = bench.measure(WORKLOAD, row.name, options)
     assert (result.status, result.exact) == ("measured", on_gpu(True, None)), result  # zeros in a rehearsal
     assert (result.peak_allocated_bytes or 0) <= (result.budget_bytes or 0)

@@ -99,8 +99,8 @@ def test_methods_leave_the_model_as_it_was(
     before, context = hooks(step.model), step.context
     budget = functorch_config.activation_memory_budget
     with setup(step, options):
-        for _ in range(2):
-            timed_step_ms(step)
+        timed_step_ms(step)
+        timed_step_ms(step)
     assert trl.entered == (2 if setup is trl_offloading else 0)  # once a step
     assert hooks(step.model) == before
     assert step.context is context
@@ -210,18 +210,16 @@ def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     assert 0 < elementwise <= 0.65 * eager
 
 
-def test_what_is_recorded_of_the_machine() -> None:
+RATES = {"out": 54.9, "in": 55.1, "out_beside_in": 49.8, "in_beside_out": 49.5}
+
+
+def test_rates_of_a_link_are_told_in_gb_per_s() -> None:
     link = Link(54.9e6, 55.1e6, 49.8e6, 49.5e6, latency_ms=0.5)
-    rates = {"out": 54.9, "in": 55.1, "out_beside_in": 49.8, "in_beside_out": 49.5}
-    assert link_gb_per_s(link) == pytest.approx(rates)
-    found = hardware(CPU)
-    assert "link_gb_per_s" not in found
-    assert found["memory_bytes"] > 2**20
-    assert found["name"]
+    assert link_gb_per_s(link) == pytest.approx(RATES)
 
 
 @pytest.mark.gpu
 def test_an_accelerator_tells_its_link() -> None:
     found = hardware(device_named())["link_gb_per_s"]
-    assert set(found) == {"out", "in", "out_beside_in", "in_beside_out"}
+    assert set(found) == set(RATES)
     assert min(found.values()) > 0.1

@@ -300,10 +300,11 @@ DRY_ROWS = ("eager", "trl-offloading", "liger-checkpointing", "plain")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_whole_dry_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every stage, called from another folder than the checkout; it takes five minutes."""
+    """Every stage, called from another folder than the checkout; it takes five minutes and more."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ACTSWAP_RESULTS", "results")
     assert gpu_day.main(["--device", "cpu", "--processes", "2"]) == 0

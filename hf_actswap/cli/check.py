@@ -103,8 +103,7 @@ def check(
     quantize: Quantize = None,
     tp: options.Tp = None,
     strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Exit with 1 if a request was changed or a warning was given."),
+        bool, typer.Option("--strict", help="Exit with 1 if a request was changed or a warning was given.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:

@@ -64,8 +64,7 @@ Config = Annotated[
     ),
 ]
 ModelName = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A folder of a model, its config.json, or a Hub id."),
+    str, typer.Argument(metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.")
 ]
 Model = Annotated[
     str,
@@ -80,31 +79,21 @@ Model = Annotated[
 Seq = Annotated[
     int | None,
     typer.Option(
-        "--seq",
-        parser=tokens,
-        metavar="N",
-        help="Tokens of a sequence: 8192, 8k. Needed for bytes and times.",
+        parser=tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Needed for bytes and times."
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.")]
 Dtype = Annotated[
-    DtypeName | None,
-    typer.Option("--dtype", help="Type of the weights. Default: that of the model's config."),
+    DtypeName | None, typer.Option(help="Type of the weights. Default: that of the model's config.")
 ]
-Autocast = Annotated[
-    AutocastName | None,
-    typer.Option("--autocast", help="Mixed precision (the Trainer's bf16, fp16)."),
-]
+Autocast = Annotated[AutocastName | None, typer.Option(help="Mixed precision (the Trainer's bf16, fp16).")]
 TrlAutocast = Annotated[
     AskedAutocastName | None,
-    typer.Option(
-        "--autocast", help="Mixed precision. Default: bf16, as in TRL; none: the weights' own type."
-    ),
+    typer.Option(help="Mixed precision. Default: bf16, as in TRL; none: the weights' own type."),
 ]
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device",
         parser=device_named,
         metavar="NAME",
         help=f"Device to predict for, by a usual name: {', '.join(DEVICE_KINDS)}. Or your own numbers, as "
@@ -113,13 +102,10 @@ Device = Annotated[
 ]
 Optimizer = Annotated[
     OptimizerName,
-    typer.Option(
-        "--optimizer", help="Optimizer whose states are on the device: 2 values per weight, or none."
-    ),
+    typer.Option(help="Optimizer whose states are on the device: 2 values per weight, or none."),
 ]
 Tp = Annotated[
-    int | None,
-    typer.Option("--tp", min=1, metavar="N", help="tensor_parallel_size in place of the configuration's."),
+    int | None, typer.Option(min=1, metavar="N", help="tensor_parallel_size in place of the configuration's.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 

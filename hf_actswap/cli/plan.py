@@ -29,18 +29,14 @@ Config = Annotated[
 ]
 Seq = Annotated[
     int | None,
-    typer.Option(
-        "--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Default: 4096."
-    ),
+    typer.Option(parser=options.tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Default: 4096."),
 ]
 Batch = Annotated[
-    int | None,
-    typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch. Default: 1."),
+    int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch. Default: 1.")
 ]
 ProfileFile = Annotated[
     str | None,
     typer.Option(
-        "--profile",
         metavar="FILE",
         help="Plan from a profile of hf-actswap profile or of a training, for the step that it recorded.",
     ),
@@ -59,21 +55,17 @@ Budget = Annotated[
 Optimizer = Annotated[
     PaperOptimizerName | None,
     typer.Option(
-        "--optimizer",
         help="Optimizer that runs: its states, and what its step allocates. Default: adamw (fused), 2 values "
-        "per weight in its type.",
+        "per weight in its type."
     ),
 ]
 GradDtype = Annotated[
     DtypeName | None,
-    typer.Option(
-        "--grad-dtype", help="Type of the gradients until the optimizer's step. Default: that of the weights."
-    ),
+    typer.Option(help="Type of the gradients until the optimizer's step. Default: that of the weights."),
 ]
 Shard = Annotated[
     Sharding | None,
     typer.Option(
-        "--shard",
         parser=Sharding.read,
         metavar="fsdp=N",
         help="zero1=N, zero2=N, zero3=N or fsdp=N: what is sharded over N data-parallel ranks.",
@@ -82,15 +74,13 @@ Shard = Annotated[
 Adapters = Annotated[
     Lora | None,
     typer.Option(
-        "--lora",
         parser=Lora.read,
         metavar="r=16",
         help="Train adapters only (PEFT): r=16,targets=q_proj+v_proj,dropout=0.05; targets=all-linear.",
     ),
 ]
 Quantize = Annotated[
-    QuantizeName | None,
-    typer.Option("--quantize", help="How the base's linear layers are stored with --lora (QLoRA)."),
+    QuantizeName | None, typer.Option(help="How the base's linear layers are stored with --lora (QLoRA).")
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
@@ -109,7 +99,6 @@ Longest = Annotated[
 HostMemoryGib = Annotated[
     float | None,
     typer.Option(
-        "--host-memory-gib",
         min=0,
         metavar="N",
         help="The most host memory of a rank. Default: the configuration's, else what machines with the "
@@ -119,22 +108,16 @@ HostMemoryGib = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        "--micro-batches",
         min=1,
         metavar="N",
         help="Micro-batches of an optimizer's step (gradient_accumulation_steps). Default: 1, in a pipeline "
         "four for each stage.",
     ),
 ]
-Compare = Annotated[
-    str | None,
-    typer.Option("--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks."),
-]
+Compare = Annotated[str | None, typer.Option(metavar="tp=1,2,4", help="Plan for several numbers of ranks.")]
 Save = Annotated[
     str | None,
-    typer.Option(
-        "--save", metavar="FILE", help="Write the plan for training: actswap=FILE, or memory.plan_file."
-    ),
+    typer.Option(metavar="FILE", help="Write the plan for training: actswap=FILE, or memory.plan_file."),
 ]
 
 

@@ -285,22 +285,16 @@ def _shown(
 def profile(
     model: options.ModelName,
     seq: Annotated[
-        int, typer.Option("--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 4096, 4k.")
+        int, typer.Option(parser=options.tokens, metavar="N", help="Tokens of a sequence: 4096, 4k.")
     ] = 4096,
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
-        typer.Option(
-            "--layers",
-            min=1,
-            metavar="K",
-            help="Measure only the first K layers; the others get their times.",
-        ),
+        typer.Option(min=1, metavar="K", help="Measure only the first K layers; the others get their times."),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device",
             parser=_device_or_this,
             metavar="NAME",
             help="Measured if it is here, else computed from shapes: this, or a name as `plan` takes it. "

@@ -28,23 +28,13 @@ def push(
     repo_id: Annotated[
         str, typer.Argument(metavar="REPO_ID", help="org/name; created if it does not exist.")
     ],
-    plan: Annotated[
-        str | None,
-        typer.Option("--plan", metavar="FILE", help="A plan to publish with it."),
-    ] = None,
+    plan: Annotated[str | None, typer.Option(metavar="FILE", help="A plan to publish with it.")] = None,
     base_model: Annotated[
-        str | None,
-        typer.Option("--base-model", metavar="ID", help="Hub id of its model, for the card."),
+        str | None, typer.Option(metavar="ID", help="Hub id of its model, for the card.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="BRANCH", help="Branch for the commit."),
-    ] = None,
-    message: Annotated[
-        str | None,
-        typer.Option("--message", metavar="TEXT", help="Message of the commit."),
-    ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch for the commit.")] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Message of the commit.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: options.Json = False,
 ) -> None:

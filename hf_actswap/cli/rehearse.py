@@ -24,22 +24,13 @@ from .rehearsal_report import read_reports, rehearsed
 _CANNOT_START = 2
 _OF_SIGNAL = 128
 
-Device = Annotated[
-    str,
-    typer.Option("--device", metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}."),
-]
-Devices = Annotated[int, typer.Option("--devices", metavar="N", help="How many of them.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}.")]
+Devices = Annotated[int, typer.Option(metavar="N", help="How many of them.")]
 Memory = Annotated[
-    str,
-    typer.Option(
-        "--memory", metavar="SIZE", help="Memory of each, such as 40GiB. Default: what the device has."
-    ),
+    str, typer.Option(metavar="SIZE", help="Memory of each, such as 40GiB. Default: what the device has.")
 ]
 HostMemory = Annotated[
-    str,
-    typer.Option(
-        "--host-memory", metavar="SIZE", help="Host memory to swap into. Default: what is free here."
-    ),
+    str, typer.Option(metavar="SIZE", help="Host memory to swap into. Default: what is free here.")
 ]
 Clock = Annotated[
     bool, typer.Option("--clock", help="Work takes the time that it would on the device: predicts the step.")
@@ -56,8 +47,7 @@ Advice = Annotated[
     typer.Option("--advice/--no-advice", help="If memory runs out or is short, ask the planner what fits."),
 ]
 Report = Annotated[
-    str | None,
-    typer.Option("--report", metavar="FILE", help="Also write what was seen as a JSON document."),
+    str | None, typer.Option(metavar="FILE", help="Also write what was seen as a JSON document.")
 ]
 Program = Annotated[
     list[str],

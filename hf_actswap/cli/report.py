@@ -47,14 +47,9 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a training.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="File for the page. Default: RUN_DIR/actswap/report.html."
-        ),
+        typer.Option(metavar="FILE", help="File for the page. Default: RUN_DIR/actswap/report.html."),
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar="DIR", help="Write the pictures as PNG too."),
-    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the pictures as PNG too.")] = None,
     as_json: options.Json = False,
 ) -> None:
     def ask() -> Answer:

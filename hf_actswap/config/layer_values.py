@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,8 @@ EXPECTED_INDICES = "true, false or a flat list of layer indices (swap is on)"
 EXPECTED_OFFSET = "a whole number, a list of them per stage, or a table per (interleave, stage)"
 
 _REFERENCE_SEPARATOR = "\\."
-_QUANTIFIERS = frozenset("*+?{")
+# What keeps its dots (an escape; a class, also one that nothing closes), or a dot without a quantifier.
+_PLAIN_DOT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|(?P<dot>\.(?![*+?{]))", re.DOTALL)
 _MAX_CHARACTERS = 1000
 
 # A configuration may be anybody's, and Python's matcher can take years over a few characters. What is left
@@ -57,21 +58,9 @@ def split_op_path(text: str) -> tuple[str, ...]:
     """
     if _REFERENCE_SEPARATOR in text:
         return tuple(text.split(_REFERENCE_SEPARATOR))
-    segments: list[str] = []
-    start = index = 0
-    while index < len(text):
-        char = text[index]
-        if char == "\\":
-            index += 2
-        elif char == "[":
-            index = _end_of_class(text, index)
-        else:
-            if char == "." and text[index + 1 : index + 2] not in _QUANTIFIERS:
-                segments.append(text[start:index])
-                start = index + 1
-            index += 1
-    segments.append(text[start:])
-    return tuple(segments)
+    dots = [match.start() for match in _PLAIN_DOT.finditer(text) if match["dot"]]
+    starts, ends = [0, *(dot + 1 for dot in dots)], [*dots, len(text)]
+    return tuple(text[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 def op_path_fault(text: str) -> str:
@@ -111,24 +100,6 @@ def _costly(segment: str) -> str:
         if sum(bare.replace("(?", "(").count(sign) for sign in signs) > limit:
             return f"more than {limit} {' '.join(signs)} in a level"
     return ""
-
-
-def _end_of_class(text: str, start: int) -> int:
-    """Return the index after the ``]`` that closes the class opened at ``start``; else that of the end."""
-    index = start + 1
-    if text[index : index + 1] == "^":
-        index += 1
-    if text[index : index + 1] == "]":
-        # A bracket right after the opening one is a member of the class, not its end.
-        index += 1
-    while index < len(text):
-        if text[index] == "\\":
-            index += 2
-        elif text[index] == "]":
-            return index + 1
-        else:
-            index += 1
-    return len(text)
 
 
 @dataclass(frozen=True)
@@ -289,21 +260,20 @@ def _op_mapping(value: Mapping[Any, Any], info: ValidationInfo) -> dict[str, Any
         if not isinstance(op_path, str):
             faults.append(((), "op paths (texts) as keys", f"the key {show(op_path)}", ""))
             continue
-        try:
-            found[op_path] = _counts(layers, info)
-        except ValidationError as error:
-            faults += _below((op_path,), error)
-        try:
-            _OP_PATH.validate_python(op_path)
-        except ValidationError as error:
-            faults += _below((op_path,), error)
+        found[op_path] = _collecting(faults, (op_path,), _counts, layers, info)
+        _collecting(faults, (op_path,), _OP_PATH.validate_python, op_path)
     if faults:
         raise rejected(value, *faults)
     return found
 
 
-def _below(above: Path, error: ValidationError) -> list[Fault]:
-    return [((*above, *path), *words) for path, *words in faults_of(error)]  # type: ignore[misc]
+def _collecting(faults: list[Fault], path: Path, validate: Callable[..., Any], *values: Any) -> Any:
+    """Return what a validator makes of a value at ``path``; what it rejects is added to ``faults``."""
+    try:
+        return validate(*values)
+    except ValidationError as error:
+        faults += [((*path, *at), *words) for at, *words in faults_of(error)]  # type: ignore[misc]
+        return ()
 
 
 def _recomputed(value: Any, info: ValidationInfo) -> Any:
@@ -366,7 +336,7 @@ def _table(
     if any(is_list(one) for one in value):
         read = _rows(value, items, shape, bool_rows, faults)
     else:
-        read = _row((), value, items, faults)
+        read = _collecting(faults, (), items.validate_python, value)
         count, stages = len(value), len(value) if shape is None else shape.pipeline_stage
         if count > stages or (count < stages and not may_be_short):
             amount = "at most " if may_be_short else ""
@@ -375,14 +345,6 @@ def _table(
     if faults:
         raise rejected(value, *faults)
     return tuple(read)
-
-
-def _row(path: Path, row: Sequence[Any], items: TypeAdapter[Any], faults: list[Fault]) -> tuple[Any, ...]:
-    try:
-        return tuple(items.validate_python(row))
-    except ValidationError as error:
-        faults += _below(path, error)
-        return ()
 
 
 def _rows(
@@ -399,7 +361,7 @@ def _rows(
     read: list[Any] = []
     for index, row in enumerate(rows):
         if is_list(row):
-            read.append(_row((index,), row, items, faults))
+            read.append(_collecting(faults, (index,), items.validate_python, row))
             if len(row) != width or not row:
                 hint, expected = "", "rows of one length"
                 if shape is not None:

@@ -5,6 +5,7 @@ It is made from the configuration behind a Hub id, a folder or a ``config.json``
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -283,11 +284,7 @@ def _with_code(name: str) -> dict[str, Any]:
 
 def _config_path(name: str) -> str:
     path = Path(name)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):
-        exists = False
-    if exists:
+    if os.path.exists(path):
         inside = path / _FILE if path.is_dir() else path
         if not inside.is_file():
             raise _no_model(name, f"a folder without {_FILE}")

@@ -78,19 +78,16 @@ class HubOptions:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository, in the cache.
-
-    Args:
-        path: path of the file in the cache.
-        repo_id: ``org/name``.
-        revision: branch, tag or commit that was asked for; ``None``: the default branch.
-        commit: the commit that the file is of, 40 hexadecimal digits.
-    """
+    """A file of a repository (``org/name``), in the cache."""
 
     path: str
     repo_id: str
-    revision: str | None
-    commit: str
+
+    @property
+    def commit(self) -> str:
+        """The commit that the file is of, 40 hexadecimal digits."""
+        # Files of the cache are ``<repository>/snapshots/<commit>/<file>``.
+        return Path(self.path).parent.name
 
     @property
     def pinned(self) -> str:
@@ -151,7 +148,7 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
             raise OSError(reason if final else f"{reason}; no copy is in the cache") from error
         logger.warning("From the Hub %s. The cached copy is used: %s.", reason, cached.pinned)
         return cached
-    return _in_cache(path, repo_id, revision)
+    return HubFile(str(path), repo_id)
 
 
 class _Rejected(OSError):
@@ -165,12 +162,7 @@ def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOpti
         )
     except (OSError, ValueError):
         return None
-    return _in_cache(path, repo_id, revision)
-
-
-def _in_cache(path: str, repo_id: str, revision: str | None) -> HubFile:
-    # Files of the cache are ``<repository>/snapshots/<commit>/<file>``.
-    return HubFile(str(path), repo_id, revision, Path(path).parent.name)
+    return HubFile(str(path), repo_id)
 
 
 def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None) -> str:

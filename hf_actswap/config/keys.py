@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
 
 from .schema import MemoryConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 
@@ -20,16 +19,14 @@ TILE_KEYS = tuple(field.name for field in fields(TileConfig))
 STREAM_KEYS = tuple(field.name for field in fields(StreamConfig))
 MEMORY_KEYS = tuple(field.name for field in fields(MemoryConfig))
 
-PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "tensor_parallel_size": ("tensor_parallel_size", "tensor_model_parallel_size", "model_parallel"),
-        "sequence_parallel_enabled": ("sequence_parallel_enabled", "sequence_parallel", "use_seq_parallel"),
-        "pipeline_stage": ("pipeline_stage",),
-        "pp_interleave_num": ("pp_interleave_num",),
-        "offset": ("offset",),
-        "schedule": ("schedule",),
-    }
-)
+PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "tensor_parallel_size": ("tensor_parallel_size", "tensor_model_parallel_size", "model_parallel"),
+    "sequence_parallel_enabled": ("sequence_parallel_enabled", "sequence_parallel", "use_seq_parallel"),
+    "pipeline_stage": ("pipeline_stage",),
+    "pp_interleave_num": ("pp_interleave_num",),
+    "offset": ("offset",),
+    "schedule": ("schedule",),
+}
 """Field of `ParallelConfig` -> the keys that set it: NxD's name, Megatron's, MindFormers'."""
 
 PARALLEL_KEYS = tuple(key for spellings in PARALLEL_SPELLINGS.values() for key in spellings)
@@ -83,9 +80,7 @@ def ignored_key_note(key: str) -> str:
     return f"`{key}` has no meaning here and is ignored."
 
 
-MODE_FLAGS: Mapping[str, str] = MappingProxyType(
-    {"smart_swap": "smart_swap", "adaptive_memory_optimization": "adaptive"}
-)
+MODE_FLAGS: Mapping[str, str] = {"smart_swap": "smart_swap", "adaptive_memory_optimization": "adaptive"}
 """Command line flag -> ``memory.mode``. As keys the flags may stand at the top level or in ``memory``."""
 
 TARGET_MEMORY_BYTES = 40 * 2**30
@@ -93,61 +88,55 @@ REDUCTION_MEMORY_BYTES = 3 * 2**30
 OUTPUT_ROOT_PATH = "./swap_output"
 """MindSpeed's defaults, for settings that apply although they are not written."""
 
-MINDSPEED_COUNTERPARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "policy_pref": "preference",
-        "target_mode": "budget_gib or reduce_by_gib",
-        "target_memory": "budget_gib",
-        "reduction_memory": "reduce_by_gib",
-        "tensor_size_filter": "min_tensor_mib",
-        "redundant_memory": "margin_gib",
-        "warmup_step": "warmup_steps",
-        "stable_step": "search_steps",
-        "save_policy": "plan_file",
-        "output_root_path": "plan_file",
-    }
-)
+MINDSPEED_COUNTERPARTS: Mapping[str, str] = {
+    "policy_pref": "preference",
+    "target_mode": "budget_gib or reduce_by_gib",
+    "target_memory": "budget_gib",
+    "reduction_memory": "reduce_by_gib",
+    "tensor_size_filter": "min_tensor_mib",
+    "redundant_memory": "margin_gib",
+    "warmup_step": "warmup_steps",
+    "stable_step": "search_steps",
+    "save_policy": "plan_file",
+    "output_root_path": "plan_file",
+}
 """Setting -> the key of `MemoryConfig` that it sets."""
 
 _WEIGHT = "a weight of MindSpeed's heuristic: here the simulated time of the step is minimised."
 _MEASURED = "measured instead, in both directions, alone and together, on all ranks at once."
 _DELAY = "release points follow from the simulated copies, op by op and not stage by stage."
 
-MINDSPEED_IGNORED: Mapping[str, str] = MappingProxyType(
-    {
-        "policy_v2": "one planner serves both versions: the budget holds, and swap_bucket_size and "
-        "num_attn_layers_per_stage apply as well.",
-        "rank": "the launcher says which rank a process is.",
-        "print_level": "the level of the logger `hf_actswap` decides.",
-        "print_rank": "rank 0 prints; under the Trainer every rank has its worker_<rank>.log.",
-        "save_profiler_data": "no profiler data are written.",
-        "op_diff_thresh": "a changed step is known by what it saves, not by the number of its ops.",
-        "tensor_size_thresh": "tensors are found again by layer, op and call, whatever their size.",
-        "enable_custom_record_stream": "memory is released by events; no stream is recorded on tensors.",
-        "free_stage_delay": _DELAY,
-        "swap_in_free_stage_delay": _DELAY,
-        "D2H_bandwidth": _MEASURED,
-        "H2D_bandwidth": _MEASURED,
-        "size_coverage_weight": _WEIGHT,
-        "adjust_memory": "a step that runs out of memory corrects the prediction by what was measured.",
-        "adjust_step_duration": "the best measured plan is kept; durations are not scaled.",
-        "adjust_size_coverage_weight": _WEIGHT,
-        "custom_policy_fcn": "write fates by hand in swap_config and recompute_config, or edit the file of "
-        "plan_file.",
-    }
-)
+MINDSPEED_IGNORED: Mapping[str, str] = {
+    "policy_v2": "one planner serves both versions: the budget holds, and swap_bucket_size and "
+    "num_attn_layers_per_stage apply as well.",
+    "rank": "the launcher says which rank a process is.",
+    "print_level": "the level of the logger `hf_actswap` decides.",
+    "print_rank": "rank 0 prints; under the Trainer every rank has its worker_<rank>.log.",
+    "save_profiler_data": "no profiler data are written.",
+    "op_diff_thresh": "a changed step is known by what it saves, not by the number of its ops.",
+    "tensor_size_thresh": "tensors are found again by layer, op and call, whatever their size.",
+    "enable_custom_record_stream": "memory is released by events; no stream is recorded on tensors.",
+    "free_stage_delay": _DELAY,
+    "swap_in_free_stage_delay": _DELAY,
+    "D2H_bandwidth": _MEASURED,
+    "H2D_bandwidth": _MEASURED,
+    "size_coverage_weight": _WEIGHT,
+    "adjust_memory": "a step that runs out of memory corrects the prediction by what was measured.",
+    "adjust_step_duration": "the best measured plan is kept; durations are not scaled.",
+    "adjust_size_coverage_weight": _WEIGHT,
+    "custom_policy_fcn": "write fates by hand in swap_config and recompute_config, or edit the file of "
+    "plan_file.",
+}
 """Setting that is accepted and has no effect -> what happens instead."""
 
 SETTINGS = (*MINDSPEED_COUNTERPARTS, *MINDSPEED_IGNORED)
 
-KEYS_OF_SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "swap_config": SWAP_KEYS,
-        "recompute_config": RECOMPUTE_KEYS,
-        "parallel_config": PARALLEL_KEYS,
-        "tile_config": TILE_KEYS,
-        "stream_config": STREAM_KEYS,
-        "memory": (*MEMORY_KEYS, *MINDSPEED_COUNTERPARTS),
-    }
-)
+KEYS_OF_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "swap_config": SWAP_KEYS,
+    "recompute_config": RECOMPUTE_KEYS,
+    "parallel_config": PARALLEL_KEYS,
+    "tile_config": TILE_KEYS,
+    "stream_config": STREAM_KEYS,
+    "memory": (*MEMORY_KEYS, *MINDSPEED_COUNTERPARTS),
+}
 """Section -> its keys, for a key that stands elsewhere."""

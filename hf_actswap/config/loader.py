@@ -1,6 +1,6 @@
 """`ActSwapConfig`, a whole document, and `load_config`, which reads one or names every error at once.
 
-A document comes from text, a file, a folder or the Hub; `Document` is its text.
+A document comes from text, a file, a folder or the Hub.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ActSwapConfig:
             ConfigError: with every problem of the document, or the reason why there is no document.
         """
         options = HubOptions(token, cache_dir, local_files_only)
-        return _read_text(from_name(os.fsdecode(name_or_path), revision, options))
+        return _from_name(os.fsdecode(name_or_path), revision, options)
 
     def save_pretrained(
         self,
@@ -231,23 +231,24 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
     if isinstance(source, Mapping):
         return _read_document(source, [], "mapping")
     if isinstance(source, str):
-        return _read_text(from_string(source))
+        return _from_string(source)
     if isinstance(source, os.PathLike):
-        return _read_text(from_path(os.fsdecode(source)))
+        return _from_path(os.fsdecode(source))
     raise ConfigError([Problem("source", EXPECTED_SOURCE, show(source))])
 
 
-def _read_text(found: Document) -> ActSwapConfig:
-    document, duplicates = parse_yaml(found.text, found.source)
+def _read_text(text: str, source: str, hub_file: HubFile | None = None) -> ActSwapConfig:
+    """Read YAML or JSON text; ``source``: where it was found, for messages."""
+    document, duplicates = parse_yaml(text, source)
     if document is None:
         document = {}
     if not isinstance(document, Mapping):
-        raise ConfigError([Problem("document", "a mapping of sections", show(document))], found.source)
-    config = _read_document(document, duplicates, found.source)
-    if found.hub_file is None:
+        raise ConfigError([Problem("document", "a mapping of sections", show(document))], source)
+    config = _read_document(document, duplicates, source)
+    if hub_file is None:
         return config
     # Anybody may have written it, and the planner writes to the path that it names.
-    notes = [f"{found.hub_file.repo_id} on the Hub is read at commit {found.hub_file.commit}."]
+    notes = [f"{hub_file.repo_id} on the Hub is read at commit {hub_file.commit}."]
     if config.memory.plan_file is not None:
         notes.append("`memory.plan_file` is a path of the machine that published it; it is not used.")
     return replace(_without_plan_file(config), notes=(*notes, *config.notes))
@@ -348,27 +349,15 @@ def _note_foreign_sections(findings: Findings) -> None:
             findings.unknown_key((), key, expected, (*OUR_SECTIONS, "model"), also)
 
 
-@dataclass(frozen=True)
-class Document:
-    """The text of a configuration (YAML or JSON), and where it was found, for messages.
-
-    ``hub_file``: the file on the Hub, if the text is from there; then anybody may have written it.
-    """
-
-    text: str
-    source: str
-    hub_file: HubFile | None = None
-
-
-def from_string(text: str) -> Document:
+def _from_string(text: str) -> ActSwapConfig:
     """Read text, or the file, the folder or the Hub id that it names."""
     # This comes first, so that the file system is never asked for a whole document as a name.
     if "\n" in text or not text.strip():
-        return Document(text, "text")
-    if _exists(text):
-        return from_path(text)
+        return _read_text(text, "text")
+    if os.path.exists(text):
+        return _from_path(text)
     if text.lstrip().startswith("{") or ": " in text or text.rstrip().endswith(":"):
-        return Document(text, "text")
+        return _read_text(text, "text")
     if text.lower().endswith(_FILE_ENDINGS):
         raise _no_such(text, "no such file")
     hub_id = split_hub_id(text)
@@ -377,10 +366,10 @@ def from_string(text: str) -> Document:
     return _from_hub(text, *hub_id, HubOptions(), EXPECTED_SOURCE)
 
 
-def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
+def _from_name(name: str, revision: str | None, options: HubOptions) -> ActSwapConfig:
     """Read a file, a folder or a Hub id, and nothing else."""
-    if _exists(name):
-        return from_path(name)
+    if os.path.exists(name):
+        return _from_path(name)
     hub_id = split_hub_id(name)
     if hub_id is None:
         raise _no_such(name, "no such file or folder, and no Hub id", _EXPECTED_NAME)
@@ -392,31 +381,26 @@ def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
     return _from_hub(name, repo_id, revision or named, options, _EXPECTED_NAME)
 
 
-def from_path(path: str) -> Document:
+def _from_path(path: str) -> ActSwapConfig:
     """Read a file, or ``actswap_config.yaml`` in a folder."""
-    if not _exists(path):
+    if not os.path.exists(path):
         raise _no_such(path, "no such file or folder")
-    if not os.path.isdir(path):
-        return Document(_read_file(path, path), path)
-    inside = os.path.join(path, CONFIG_FILE_NAME)
-    if not os.path.isfile(inside):
-        raise _no_such(path, f"a folder without {CONFIG_FILE_NAME}")
-    return Document(_read_file(inside, inside), inside)
+    if os.path.isdir(path):
+        inside = os.path.join(path, CONFIG_FILE_NAME)
+        if not os.path.isfile(inside):
+            raise _no_such(path, f"a folder without {CONFIG_FILE_NAME}")
+        path = inside
+    return _read_text(_read_file(path, path), path)
 
 
-def _from_hub(name: str, repo_id: str, revision: str | None, options: HubOptions, expected: str) -> Document:
+def _from_hub(
+    name: str, repo_id: str, revision: str | None, options: HubOptions, expected: str
+) -> ActSwapConfig:
     try:
         found = fetch(repo_id, CONFIG_FILE_NAME, revision, options, MAX_TEXT_BYTES)
     except OSError as error:
         raise _no_such(name, f"no such file or folder, and from the Hub: {error}", expected) from None
-    return Document(_read_file(found.path, found.pinned), found.pinned, found)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.exists(path)
-    except ValueError:  # what the file system cannot take for a name, such as a lone surrogate
-        return False
+    return _read_text(_read_file(found.path, found.pinned), found.pinned, found)
 
 
 def _no_such(text: str, tried: str, expected: str = EXPECTED_SOURCE) -> ConfigError:

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from hf_actswap.config.documents import needed_keys  # noqa: E402
 from hf_actswap.config.keys import (  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
@@ -44,7 +45,7 @@ from hf_actswap.config.schema import (  # noqa: E402
     SwapConfig,
     TileConfig,
 )
-from hf_actswap.config.sections import LayerEntry, OpEntry, TileEntry, types_of  # noqa: E402
+from hf_actswap.config.sections import types_of, types_of_entry  # noqa: E402
 
 SCHEMA_FILE = ROOT / "hf_actswap" / "config" / "actswap_config.schema.json"
 
@@ -67,10 +68,10 @@ def editor_schema() -> Schema:
         spelled.update(dict.fromkeys(spellings, parallel[field]))
     spelled.update(dict.fromkeys(sorted(FOREIGN_PARALLEL_KEYS), _IGNORED))
     swap, recompute = _properties(SwapConfig), _properties(RecomputeConfig)
-    swap["layer_swap"] = _entries(swap["layer_swap"], LayerEntry, LayerSwapRule)
-    swap["op_swap"] = _entries(swap["op_swap"], OpEntry, OpSwapRule)
+    swap["layer_swap"] = _entries(swap["layer_swap"], LayerSwapRule)
+    swap["op_swap"] = _entries(swap["op_swap"], OpSwapRule)
     tile = _properties(TileConfig)
-    tile["tile"] = _entries(tile["tile"], TileEntry, OpTileRule)
+    tile["tile"] = _entries(tile["tile"], OpTileRule)
     theirs = {key: _of(kind) for key, kind in types_of(MindSpeedSettings).items()}
     for key, ours in MINDSPEED_COUNTERPARTS.items():
         theirs[key]["description"] = f"MindSpeed's name; it sets {ours}."
@@ -120,14 +121,16 @@ def _properties(section: Any) -> dict[str, Schema]:
     }
 
 
-def _entries(key: Schema, entry: Any, rule: Any) -> Schema:
+def _entries(key: Schema, rule: Any) -> Schema:
     said = documented(rule)
-    properties = {name: {**_of(kind), "description": said[name]} for name, kind in types_of(entry).items()}
+    properties = {
+        name: {**_of(kind), "description": said[name]} for name, kind in types_of_entry(rule).items()
+    }
     one = {
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
-        "required": sorted(entry.__required_keys__),
+        "required": sorted(needed_keys(rule)),
     }
     choices = [{"type": "array", "items": one}, one, {"type": "null"}]
     return {"anyOf": choices, "description": key["description"]}

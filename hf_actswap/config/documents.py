@@ -149,7 +149,7 @@ class JsonDocument:
         self, kind: Any, without: Collection[str] = (), types: Types | None = None, rows: Any = ()
     ) -> Any:
         """Return the fields of a dataclass, by name, from the document itself, which may hold more."""
-        form, needed, found = _Form(types or {}, rows), _needed(kind), {}
+        form, needed, found = _Form(types or {}, rows), needed_keys(kind), {}
         for name, hint in get_type_hints(kind, include_extras=True).items():
             if name not in without and (name in needed or name in self.content):
                 found[name] = self._read(form.of(hint), (name,), self.content.get(name, NOTHING))
@@ -212,7 +212,8 @@ class _Form:
         return self._members(kind)
 
     def _members(self, kind: Any) -> Any:
-        hints, needed, is_row = get_type_hints(kind, include_extras=True), _needed(kind), kind in self._rows
+        hints, needed = get_type_hints(kind, include_extras=True), needed_keys(kind)
+        is_row = kind in self._rows
         members = {
             name: self.of(hint) if name in needed else NotRequired[self.of(hint)]
             for name, hint in hints.items()
@@ -244,7 +245,7 @@ class _Form:
         return Annotated[form, WrapValidator(check)]
 
 
-def _needed(kind: Any) -> Collection[str]:
+def needed_keys(kind: Any) -> set[str]:
     """Return the fields or keys of a class that a document must hold."""
     if is_typeddict(kind):
         return set(kind.__required_keys__)

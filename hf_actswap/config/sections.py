@@ -11,21 +11,19 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
+from .documents import needed_keys
 from .keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, ignored_key_note
-from .layer_values import Around, Layers, OpNames, TableShape
+from .layer_values import Around, OpNames, TableShape
 from .schema import (
     LayerSwapRule,
     OpSwapRule,
     OpTileRule,
     ParallelConfig,
-    Prefetch,
     RecomputeConfig,
     StreamConfig,
     SwapConfig,
     TileConfig,
-    TileLength,
 )
 from .validation import NOTHING, Findings, Flag, Path, show, where
 
@@ -33,32 +31,19 @@ MODEL_CONFIG: Path = ("model", "model_config")
 PIPELINE_INTERLEAVE: Path = ("parallel", "pipeline_config", "pipeline_interleave")
 
 _FLAG: TypeAdapter[Any] = TypeAdapter(Flag)
-
-
-class LayerEntry(TypedDict):
-    backward_prefetch: Prefetch
-    layers: Layers
-
-
-class OpEntry(TypedDict):
-    op_name: OpNames
-    backward_prefetch: Prefetch
-    layers: Layers
-
-
-class _TiledOp(TypedDict):
-    op_name: OpNames
-
-
-class TileEntry(_TiledOp, total=False):
-    tokens: TileLength
-    layers: Layers
+_OP_NAMES: TypeAdapter[Any] = TypeAdapter(OpNames)
 
 
 @cache
 def types_of(kind: Any) -> Mapping[str, TypeAdapter[Any]]:
     """Return the type of each key of a section or an entry."""
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def types_of_entry(rule: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """Return the type of each key of an entry, of which rules are made: one for each of its op names."""
+    types = types_of(rule)
+    return {**types, "op_name": _OP_NAMES} if "op_name" in types else types
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ _WrittenRule = tuple[_Entry, LayerSwapRule | OpSwapRule]
 """An entry, and a rule of it: what could not be read is harmless there, so that the rest can be checked."""
 
 
-def _read_entries(findings: Findings, path: Path, value: object, kind: Any) -> list[_Entry]:
+def _read_entries(findings: Findings, path: Path, value: object, rule: Any) -> list[_Entry]:
     """Read a list of entries; a single one may stand without the list."""
     if value is None:
         return []
@@ -82,7 +67,7 @@ def _read_entries(findings: Findings, path: Path, value: object, kind: Any) -> l
         findings.problem(path, "a list of entries, or one entry (a mapping)", show(value))
         return []
     single = isinstance(value, Mapping)
-    types, needed, entries = types_of(kind), kind.__required_keys__, []
+    types, needed, entries = types_of_entry(rule), needed_keys(rule), []
     for index, item in enumerate([value] if single else value):
         at = path if single else (*path, index)
         if not isinstance(item, Mapping):
@@ -108,7 +93,7 @@ def read_swap(findings: Findings) -> SwapConfig:
     null = ("default_prefetch", "recompute_input", "select_recompute_input")
     values = findings.keys(("swap_config",), section, types, also=lists, null=null)
     written = section if isinstance(section, Mapping) else {}
-    for key, kind in (("layer_swap", LayerEntry), ("op_swap", OpEntry)):
+    for key, kind in (("layer_swap", LayerSwapRule), ("op_swap", OpSwapRule)):
         if written.get(key) is not None:
             entries = _read_entries(findings, ("swap_config", key), written[key], kind)
             rules = [(entry, rule) for entry in entries for rule in _swap_rules(entry, kind)]
@@ -125,7 +110,7 @@ def swap_is_unreadable(findings: Findings) -> bool:
 def _swap_rules(entry: _Entry, kind: Any) -> Sequence[LayerSwapRule | OpSwapRule]:
     values = {"op_name": (".*",), "backward_prefetch": 1, "layers": False, **entry.values}
     names = values.pop("op_name")
-    return [OpSwapRule(name, **values) for name in names] if kind is OpEntry else [LayerSwapRule(**values)]
+    return [OpSwapRule(name, **values) for name in names] if kind is OpSwapRule else [LayerSwapRule(**values)]
 
 
 def _group_of(rule: LayerSwapRule | OpSwapRule) -> str:
@@ -184,7 +169,7 @@ def read_tiles(findings: Findings) -> TileConfig:
     types = {"loss": types_of(TileConfig)["loss"]}
     values = findings.keys(("tile_config",), section, types, also=("tile",))
     if isinstance(section, Mapping):
-        entries = _read_entries(findings, ("tile_config", "tile"), section.get("tile"), TileEntry)
+        entries = _read_entries(findings, ("tile_config", "tile"), section.get("tile"), OpTileRule)
         rules = [(entry.values.pop("op_name", ()), entry.values) for entry in entries]
         values["tile"] = tuple(OpTileRule(name, **rest) for names, rest in rules for name in names)
     return TileConfig(**values)

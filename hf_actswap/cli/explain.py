@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -299,13 +300,12 @@ def _to_keep(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield fate, text and document of a change that takes the layer out of each swap entry of the op."""
     document, changed = config.to_dict(), []
-    for key, wholes in (("op_swap", False), ("layer_swap", True)):
-        rules = document.get("swap_config", {}).get(key) or []
+    for key in ("op_swap", "layer_swap"):
         for requested in requested_policies(config, structure):
-            inside = requested.where.startswith(f"swap_config.{key}[")
-            if not inside or wholes != (not requested.op_name) or not requested.names(layer, op_path):
+            entry = re.fullmatch(rf"swap_config\.{key}\[(\d+)\]", requested.where)
+            if entry is None or not requested.names(layer, op_path):
                 continue
-            rule = rules[int(requested.where.rpartition("[")[2].rstrip("]"))]
+            rule = document["swap_config"][key][int(entry[1])]
             layers = range(len(structure.layers)) if rule["layers"] is True else rule["layers"]
             rule["layers"] = [other for other in layers if other != layer]
             changed.append(f"{requested.where}.layers")

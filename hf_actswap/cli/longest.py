@@ -53,11 +53,6 @@ IN_BACKWARD = "memory: {mode: smart_swap, preference: memory_saving, optimizer_i
 _CHUNKS = "stream_config: {tokens: auto}\ntile_config: {loss: auto}\n"
 
 
-def _keeping(kept: int, layers: int) -> str:
-    """Return the YAML of a streamed sequence in whose chunks the last ``kept`` layers are not recomputed."""
-    return f"{_CHUNKS}recompute_config: {{recompute: [{layers - kept}]}}\n"
-
-
 @dataclass(frozen=True)
 class Longest:
     """The longest step that fits with a configuration.
@@ -186,7 +181,7 @@ class _Lengths:
         kept = step.keeping_most(plan, tokens, self._allocatable_bytes) if tokens else 0
         if not kept:
             return found
-        config = _keeping(kept, plan.num_layers)
+        config = f"{_CHUNKS}recompute_config: {{recompute: [{plan.num_layers - kept}]}}\n"
         predicted = step.under(self._plan(config)).predicted(tokens)
         return replace(found, step=predicted, parts=memory_parts(step.profile, predicted), config=config)
 

@@ -25,7 +25,7 @@ from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
 from ..report.console import folded, op_and_fate
-from .options import PREDICTED, AskedAutocastName, AskedStep, AutocastName, PlanRequest
+from .options import PREDICTED, AskedStep, PlanRequest
 from .output import (
     Answer,
     folded_by_layer,
@@ -137,12 +137,6 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
     yield use_line(found, asked.save)
 
 
-def _does_not_fit(error: BudgetError) -> Answer:
-    there = f", and the budget is {size_text(error.budget_bytes)}" if error.budget_bytes else ""
-    needed = f"Does not fit: at least {gib_text(error.least_bytes, math.ceil)} are needed{there}."
-    return rejected(error.problems, [needed, *shown_problems(error.problems, error.subject)])
-
-
 def _compared(by_tp: Mapping[int, SearchResult | ActSwapError]) -> Iterable[RenderableType]:
     known = [found for found in by_tp.values() if isinstance(found, SearchResult)]
     if known:
@@ -194,7 +188,9 @@ def answer_plan(asked: PlanRequest) -> Answer:
     except BudgetError as error:
         if not error.least_bytes:
             raise
-        return _does_not_fit(error)
+        there = f", and the budget is {size_text(error.budget_bytes)}" if error.budget_bytes else ""
+        needed = f"Does not fit: at least {gib_text(error.least_bytes, math.ceil)} are needed{there}."
+        return rejected(error.problems, [needed, *shown_problems(error.problems, error.subject)])
 
 
 def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
@@ -275,21 +271,19 @@ _STREAMED = Problem(
 
 
 def step_shape(asked: AskedStep) -> StepShape:
-    """Return the step that the options describe, with defaults for options that were not given."""
+    """Return the step that the options describe, with defaults for options that were not given.
+
+    Mixed precision is TRL's default (``SFTConfig.bf16``) then.
+    """
     return StepShape(
         asked.sequences or 1,
         asked.tokens or _SEQ,
         device_name(asked.device),
-        autocast_of(asked.autocast),
+        None if asked.autocast == "none" else asked.autocast or "bf16",
         asked.optimizer or "adamw",
         asked.gradient_dtype,
         asked.sharding,
     )
-
-
-def autocast_of(asked: AskedAutocastName | None) -> AutocastName | None:
-    """Return the type of mixed precision; not asked for it is TRL's default (``SFTConfig.bf16``)."""
-    return None if asked == "none" else asked or "bf16"
 
 
 def _fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:

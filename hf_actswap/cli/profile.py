@@ -442,28 +442,37 @@ class OpCost:
 
 
 def _op_costs(profile: Profile) -> list[OpCost]:
-    """Return the ops of a step in the order in which they run; equal layers are joined."""
-    times: dict[Scope | None, dict[str, list[float]]] = defaultdict(dict)
+    """Return the ops of a step in the order in which they run.
+
+    Layers whose ops are the same and save as many bytes are joined; other scopes stand alone.
+    """
+    # Forward and backward in ms, and saved bytes, by scope and op.
+    sums: dict[Scope | None, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0, 0]))
     for op_event in profile.op_events:
         scope, path, _ = op_event.call
-        sums = times[scope].setdefault(_op_of(scope, path), [0.0, 0.0])
-        sums[0] += op_event.forward_ms
-        sums[1] += op_event.backward_ms
-    sizes: dict[Scope | None, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for (of, path), size_bytes in profile.saved.by_op().items():
-        sizes[of][_op_of(of, path)] += size_bytes
-    for scope, by_op in sizes.items():
-        for op in by_op:
-            times[scope].setdefault(op, [0.0, 0.0])
-    found: list[OpCost] = []
-    for scopes in _equal(times, sizes):
+        of_op = sums[scope][_op_of(scope, path)]
+        of_op[0] += op_event.forward_ms
+        of_op[1] += op_event.backward_ms
+    for (scope, path), size_bytes in profile.saved.by_op().items():
+        sums[scope][_op_of(scope, path)][2] += size_bytes
+    equal: dict[object, list[Scope | None]] = {}
+    for scope, by_op in sums.items():
+        saved = tuple((op, of_op[2]) for op, of_op in by_op.items())
+        equal.setdefault(saved if isinstance(scope, int) else scope, []).append(scope)
+    simulator, found = Simulator(profile), []
+    for scopes in equal.values():
         layers = tuple(scope for scope in scopes if isinstance(scope, int))
         name = "" if layers else str(scopes[0] or _AROUND)
-        for op in times[scopes[0]]:
-            forward_ms, backward_ms = (sum(times[scope][op][phase] for scope in scopes) for phase in (0, 1))
-            size_bytes = sum(sizes[scope][op] for scope in scopes)
-            found.append(OpCost(name, layers, op, forward_ms, backward_ms, size_bytes))
-    return _with_rebuilding(profile, found)
+        for op in sums[scopes[0]]:
+            forward_ms, backward_ms, size = map(sum, zip(*(sums[scope][op] for scope in scopes), strict=True))
+            cost = OpCost(name, layers, op, forward_ms, backward_ms, int(size))
+            if layers and op and size:
+                rows = tuple(PlanRow(layer, op, "recompute") for layer in layers)
+                plan = MemoryPlan(rows, profile.num_layers, profile.family)
+                step = simulator.predict(plan, curve=False)
+                cost = replace(cost, rebuild_ms=step.recompute_ms, rebuilt_bytes=step.recomputed_bytes)
+            found.append(cost)
+    return found
 
 
 def _cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
@@ -490,28 +499,3 @@ def _numbers(profile: Profile, cost: OpCost) -> list[str]:
 
 def _op_of(scope: Scope | None, path: str) -> str:
     return path.partition(".")[0] if isinstance(scope, int) else ""
-
-
-def _equal(
-    times: Mapping[Scope | None, Mapping[str, object]], sizes: Mapping[Scope | None, Mapping[str, int]]
-) -> list[list[Scope | None]]:
-    """Return groups of layers whose ops are the same and save as many bytes; other scopes stand alone."""
-    groups: dict[object, list[Scope | None]] = {}
-    for scope, ops in times.items():
-        layer = isinstance(scope, int)
-        key: object = (tuple(ops), tuple(sorted(sizes[scope].items()))) if layer else scope
-        groups.setdefault(key, []).append(scope)
-    return list(groups.values())
-
-
-def _with_rebuilding(profile: Profile, costs: Sequence[OpCost]) -> list[OpCost]:
-    simulator = Simulator(profile)
-    found = []
-    for cost in costs:
-        if not (cost.layers and cost.op and cost.saved_bytes):
-            found.append(cost)
-            continue
-        rows = tuple(PlanRow(layer, cost.op, "recompute") for layer in cost.layers)
-        step = simulator.predict(MemoryPlan(rows, profile.num_layers, profile.family), curve=False)
-        found.append(replace(cost, rebuild_ms=step.recompute_ms, rebuilt_bytes=step.recomputed_bytes))
-    return found

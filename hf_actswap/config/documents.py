@@ -155,8 +155,8 @@ class JsonDocument:
                 found[name] = self._read(form.of(hint), (name,), self.content.get(name, NOTHING))
         return found
 
-    def fault(self, path: Path, expected: str, value: Any, hint: str = "") -> None:
-        self._note(path, expected, show(value), hint)
+    def fault(self, path: Path, expected: str, value: Any) -> None:
+        self._note(path, expected, show(value))
 
     def finish(self) -> None:
         """Raise the document's error if any problem was noted, with at most `MAX_PROBLEMS`."""
@@ -171,7 +171,7 @@ class JsonDocument:
                 self._note((*path, *at), *words)
             return None
 
-    def _note(self, path: Path, expected: str, found: str, hint: str) -> None:
+    def _note(self, path: Path, expected: str, found: str, hint: str = "") -> None:
         if len(self._problems) < MAX_PROBLEMS:
             self._problems.append(Problem(where((self._name, *path)), expected, found, hint))
 

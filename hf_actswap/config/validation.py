@@ -29,9 +29,6 @@ _MAX_KEY_HINTS = 50
 NOTHING = object()
 """Stands for a value that is missing."""
 
-EXPECTED_BOOL = "true or false"
-
-
 Fault = tuple[Path, str, str, str]
 """Path in a value, what was expected there, what was found, and a hint."""
 
@@ -124,7 +121,7 @@ AnyInt = Annotated[int, Strict(), Field(ge=-_LARGEST_INT, le=_LARGEST_INT)]
 """A number without a fraction that fits in 64 bits; a bool is not one."""
 
 AnyFloat = Annotated[float, Strict(), AllowInfNan(False)]
-Flag = Annotated[bool, Strict(), Expected(EXPECTED_BOOL, _unquote_hint)]
+Flag = Annotated[bool, Strict(), Expected("true or false", _unquote_hint)]
 Whole = Annotated[AnyInt, Expected("a whole number")]
 AtLeast1 = Annotated[AnyInt, Field(ge=1), Expected("a whole number, at least 1")]
 

@@ -232,4 +232,4 @@ def test_what_costs_next_to_nothing_is_no_poor_deal(run: Run, write: Write, tmp_
     config = write("recompute_config: {select_recompute: {mlp.mul: true}}\n")
     found = run("check", config, "-m", model, "--seq", "4096", "--device", "H200")
     assert "as written" in found.out
-    assert "poor deal" not in found.out
+    assert "Costly" not in found.out

@@ -18,7 +18,7 @@ from hf_actswap.config import (
     load_config,
 )
 
-CASE_1 = """\
+CASE = """\
 context:
   memory_optimize_level: "O0"
 model:
@@ -30,38 +30,22 @@ recompute_config:
   select_comm_recompute: False
 swap_config:
   swap: True
-  default_prefetch: 10
 """
 
-CASE_2 = """\
-context:
-  memory_optimize_level: "O0"
-model:
-  model_config:
-    num_layers: 4
-recompute_config:
-  recompute: False
-  select_recompute: False
-  select_comm_recompute: False
-swap_config:
-  swap: True
+CASE_1 = CASE + "  default_prefetch: 10\n"
+
+CASE_2 = (
+    CASE
+    + """\
   layer_swap:
     - backward_prefetch: 20
       layers: [0,3]
 """
+)
 
-CASE_3 = """\
-context:
-  memory_optimize_level: "O0"
-model:
-  model_config:
-    num_layers: 4
-recompute_config:
-  recompute: False
-  select_recompute: False
-  select_comm_recompute: False
-swap_config:
-  swap: True
+CASE_3 = (
+    CASE
+    + """\
   op_swap:
     - op_name: 'attention'
       backward_prefetch: 20
@@ -73,6 +57,7 @@ swap_config:
       backward_prefetch: 15
       layers: [1,2]
 """
+)
 
 CASE_4 = CASE_3.replace(
     "  select_recompute: False\n",

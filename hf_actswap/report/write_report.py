@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..plan.actions import format_scopes
@@ -41,8 +42,9 @@ WIDE_PX, NARROW_PX = 1000.0, 344.0
 
 @dataclass(frozen=True)
 class Picture:
-    """A section with a picture, which is drawn in a given width (px)."""
+    """A section with a picture, which is drawn in a given width (px); ``name``: of its PNG file."""
 
+    name: str
     heading: str
     caption: str
     draw: Callable[[float], Chart]
@@ -76,75 +78,73 @@ def write_report(
     run = read_run(run_dir)
     prediction = prediction_of(run)
     facts = run_facts(run, prediction)
-    pictures = pictures_of(run, prediction, facts)
-    wide = {name: picture.draw(WIDE_PX) for name, picture in pictures.items()}
-    text = _page(run, facts, [(picture, wide[name]) for name, picture in pictures.items()])
+    pictures = [(picture, picture.draw(WIDE_PX)) for picture in pictures_of(run, prediction, facts)]
+    text = _page(run, facts, pictures)
     target = run.folder / PAGE if out is None else Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    files: dict[Path, Chart] = {}
+    files = []
     if png_dir is not None:
         Path(png_dir).mkdir(parents=True, exist_ok=True)
-        files = {Path(png_dir) / f"{name}.png": chart for name, chart in wide.items()}
-    for path, chart in files.items():
-        chart.write_png(path)
+        for picture, wide in pictures:
+            files.append(Path(png_dir) / f"{picture.name}.png")
+            wide.write_png(files[-1])
     return WrittenReport(target, tuple(files), facts)
 
 
-def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts) -> dict[str, Picture]:
-    """Return the pictures for which a run has data, by the names of their PNG files."""
-    found: dict[str, Picture] = {}
+def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts) -> Iterator[Picture]:
+    """Yield the pictures for which a run has data."""
     saving = facts.saving
     source = f" Peak without a plan: {saving.source}." if saving is not None and saving.saved_bytes else ""
     memory, timeline, plan, profile = run.memory, run.timeline, run.plan, run.profile
     if memory is not None and memory.samples:
-        measured = measured_curve(memory, facts.budget_bytes, facts.peak_bytes, saving)
-        found["memory"] = Picture(
+        yield Picture(
+            "memory",
             "Memory over a step",
             "Measured in one step in which each saved tensor was followed; that makes the step longer."
             + source,
-            lambda width: memory_chart(measured, width),
+            partial(memory_chart, measured_curve(memory, facts.budget_bytes, facts.peak_bytes, saving)),
         )
     if prediction is not None and prediction.memory:
-        expected = predicted_curve(prediction, facts.budget_bytes, saving)
-        found["memory_predicted"] = Picture(
+        yield Picture(
+            "memory_predicted",
             "Memory over a step, predicted",
             "By the planner, of one micro-batch, from what it recorded of a step without a plan." + source,
-            lambda width: memory_chart(expected, width),
+            partial(memory_chart, predicted_curve(prediction, facts.budget_bytes, saving)),
         )
     if timeline is not None and timeline.compute:
         beside = "" if timeline.overlaps else " Copies on this device do not run beside compute."
-        found["timeline"] = Picture(
+        yield Picture(
+            "timeline",
             "Timeline of a step",
             f"Measured in one step. Point at a box to see what it is, or read the list.{beside}",
-            lambda width: timeline_chart(timeline, width),
+            partial(timeline_chart, timeline),
         )
     if profile is not None and plan is not None and (cells := planned_cells(profile, plan)):
-        found["bytes"] = Picture(
+        yield Picture(
+            "bytes",
             "Bytes by layer and op",
             "What autograd saves in a micro-batch, and what becomes of it; the stronger, the more.",
-            lambda width: bytes_chart(cells, width),
+            partial(bytes_chart, cells),
         )
     elif timeline is not None and (swapped := swapped_cells(timeline)):
-        found["bytes"] = Picture(
+        yield Picture(
+            "bytes",
             "Swapped bytes by layer and op",
             "Measured in one step, by the rows of the plan: the stronger the colour, the more.",
-            lambda width: bytes_chart(swapped, width),
+            partial(bytes_chart, swapped),
         )
     losses = [loss for _, loss in with_loss(run.steps)]
     if len(losses) > 1 and any(map(math.isfinite, losses)):
-        found["loss"] = Picture(
-            "Loss",
-            "As the training logged it; a red point is no finite number.",
-            lambda width: loss_chart(run.steps, width),
-        )
+        caption = "As the training logged it; a red point is no finite number."
+        yield Picture("loss", "Loss", caption, partial(loss_chart, run.steps))
     if len(run.steps) > 2:
-        found["steps"] = Picture(
+        yield Picture(
+            "steps",
             "Steps",
             "Mean time since the line before in the training's log; a red point lies beyond the picture.",
-            lambda width: steps_chart(run.steps, width),
+            partial(steps_chart, run.steps),
         )
-    return found
 
 
 def _page(run: RecordedRun, facts: RunFacts, pictures: Iterable[tuple[Picture, Chart]]) -> str:

@@ -24,7 +24,6 @@ _MAX_BYTES = 64 * 2**20
 """Ten times the largest profile so far, of a model with many experts, each with its own ops."""
 
 _AGAIN = "Record it anew: hf-actswap profile."
-_MODEL_KEYS = ("family", "num_layers", "parameters", "dtype", "tensor_parallel_size")
 
 
 class _ModelFacts(TypedDict, total=False):
@@ -119,7 +118,7 @@ class ProfileFile:
             "tensor_parallel_size": 1,
             **model,
         }
-        for key in _MODEL_KEYS:
+        for key in _ModelFacts.__annotations__:
             if key in own and own[key] != wanted[key]:
                 yield Problem(f"{self.path}: {key}", str(wanted[key]), str(own[key]), _AGAIN)
         if own["num_layers"] != wanted["num_layers"] or model:

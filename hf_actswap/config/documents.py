@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path as FilePath
 from types import NoneType, UnionType
 from typing import (
@@ -136,7 +137,7 @@ class JsonDocument:
                 self.fault((key,), str(wanted), found)
                 self.finish()
 
-    def read(self, kind: Any, key: str | None = None, types: Types | None = None, rows: Any = ()) -> Any:
+    def read(self, kind: Any, key: str | None = None, types: Types = _PLAIN, rows: Any = ()) -> Any:
         """Return the value of a key (``None``: the document itself) as a type; `finish` raises if it is not.
 
         ``types``: declared types that are read as others. ``rows``: dataclasses that are lists of fields'
@@ -145,14 +146,12 @@ class JsonDocument:
         value = self.content if key is None else self.content.get(key, NOTHING)
         return self._read(form_of(kind, types, rows), () if key is None else (key,), value)
 
-    def fields(
-        self, kind: Any, without: Collection[str] = (), types: Types | None = None, rows: Any = ()
-    ) -> Any:
+    def fields(self, kind: Any, without: Collection[str] = (), types: Types = _PLAIN, rows: Any = ()) -> Any:
         """Return the fields of a dataclass, by name, from the document itself, which may hold more."""
-        form, needed, found = _Form(types or {}, rows), needed_keys(kind), {}
+        needed, found = needed_keys(kind), {}
         for name, hint in get_type_hints(kind, include_extras=True).items():
             if name not in without and (name in needed or name in self.content):
-                found[name] = self._read(form.of(hint), (name,), self.content.get(name, NOTHING))
+                found[name] = self._read(form_of(hint, types, rows), (name,), self.content.get(name, NOTHING))
         return found
 
     def fault(self, path: Path, expected: str, value: Any) -> None:
@@ -176,73 +175,62 @@ class JsonDocument:
             self._problems.append(Problem(where((self._name, *path)), expected, found, hint))
 
 
-def form_of(kind: Any, types: Types | None = None, rows: Collection[Any] = ()) -> Any:
+def form_of(kind: Any, types: Types = _PLAIN, rows: Collection[Any] = ()) -> Any:
     """Return the type as which pydantic reads values of a declared type (as in `JsonDocument.read`)."""
-    return _Form(types or {}, rows).of(kind)
+    types = {**_PLAIN, **types}
+    if kind in types:
+        return types[kind]
+    origin, parts = get_origin(kind), get_args(kind)
+    of = partial(form_of, types=types, rows=rows)
+    if origin is Annotated:
+        return Annotated[(form_of(parts[0]), *parts[1:])]
+    if origin is Literal:
+        *others, last = map(str, parts)
+        return Annotated[kind, Expected(f"{', '.join(others)} or {last}" if others else last)]
+    if origin in (Union, UnionType):
+        branches = [NoneType if part is NoneType else of(part) for part in parts]
+        words = [_words(branch) for branch in branches]
+        joined: Any = Union[tuple(branches)]  # noqa: UP007 - of a tuple
+        return Annotated[joined, Expected(" or ".join(words))] if all(words) else joined
+    if origin in (tuple, frozenset):
+        any_length = origin is frozenset or parts[-1] is ...
+        expected = "a list" if any_length else f"a list of {len(parts)} values"
+        inner = tuple(part if part is ... else of(part) for part in parts)
+        return Annotated[origin[inner], Expected(expected)]
+    if origin is Mapping:
+        items: Any = dict.__class_getitem__((of(parts[0]), of(parts[1])))
+        return Annotated[items, Expected("a mapping")]
+    return _form_of_members(kind, of, kind in rows)
 
 
-class _Form:
-    """Turns the types that dataclasses declare into the types as which pydantic reads a document."""
+def _form_of_members(kind: Any, of: Callable[[Any], Any], is_row: bool) -> Any:
+    hints, needed = get_type_hints(kind, include_extras=True), needed_keys(kind)
+    members = {name: of(hint) if name in needed else NotRequired[of(hint)] for name, hint in hints.items()}
+    form: Any = TypedDict("form", members)  # type: ignore[misc]
+    expected = f"a {'list of the values' if is_row else 'mapping'} of {', '.join(hints)}"
 
-    def __init__(self, types: Types, rows: Collection[Any]) -> None:
-        self._types, self._rows = {**_PLAIN, **types}, rows
+    def check(value: Any, of_members: Callable[[Any], Any]) -> Any:
+        if is_row and isinstance(value, list) and len(value) == len(hints):
+            found = dict(zip(hints, value, strict=True))
+        elif not is_row and isinstance(value, dict):
+            found = {name: value.get(name, NOTHING) for name in hints if name in needed or name in value}
+        else:
+            raise rejected(value, ((), expected, show(value), ""))
+        strange = [] if is_row or is_typeddict(kind) else [key for key in value if key not in hints]
+        faults = [((key,), f"one of {', '.join(hints)}", show(key), "") for key in strange]
+        try:
+            made = of_members(found)
+        except ValidationError as error:
+            raise rejected(value, *faults, again=error) from None
+        if faults:
+            raise rejected(value, *faults)
+        try:
+            return value if is_typeddict(kind) else kind(**made)
+        except ValueError as error:  # what the class itself rejects
+            fault = (), f"what makes a {kind.__name__}", show(value), str(error)
+            raise rejected(value, fault) from None
 
-    def of(self, kind: Any) -> Any:
-        if kind in self._types:
-            return self._types[kind]
-        origin, parts = get_origin(kind), get_args(kind)
-        if origin is Annotated:
-            return Annotated[(form_of(parts[0]), *parts[1:])]
-        if origin is Literal:
-            *others, last = map(str, parts)
-            return Annotated[kind, Expected(f"{', '.join(others)} or {last}" if others else last)]
-        if origin in (Union, UnionType):
-            branches = [NoneType if part is NoneType else self.of(part) for part in parts]
-            words = [_words(branch) for branch in branches]
-            joined: Any = Union[tuple(branches)]  # noqa: UP007 - of a tuple
-            return Annotated[joined, Expected(" or ".join(words))] if all(words) else joined
-        if origin in (tuple, frozenset):
-            any_length = origin is frozenset or parts[-1] is ...
-            expected = "a list" if any_length else f"a list of {len(parts)} values"
-            inner = tuple(part if part is ... else self.of(part) for part in parts)
-            return Annotated[origin[inner], Expected(expected)]
-        if origin is Mapping:
-            items: Any = dict.__class_getitem__((self.of(parts[0]), self.of(parts[1])))
-            return Annotated[items, Expected("a mapping")]
-        return self._members(kind)
-
-    def _members(self, kind: Any) -> Any:
-        hints, needed = get_type_hints(kind, include_extras=True), needed_keys(kind)
-        is_row = kind in self._rows
-        members = {
-            name: self.of(hint) if name in needed else NotRequired[self.of(hint)]
-            for name, hint in hints.items()
-        }
-        form: Any = TypedDict("form", members)  # type: ignore[misc]
-        expected = f"a {'list of the values' if is_row else 'mapping'} of {', '.join(hints)}"
-
-        def check(value: Any, of_members: Callable[[Any], Any]) -> Any:
-            if is_row and isinstance(value, list) and len(value) == len(hints):
-                found = dict(zip(hints, value, strict=True))
-            elif not is_row and isinstance(value, dict):
-                found = {name: value.get(name, NOTHING) for name in hints if name in needed or name in value}
-            else:
-                raise rejected(value, ((), expected, show(value), ""))
-            strange = [] if is_row or is_typeddict(kind) else [key for key in value if key not in hints]
-            faults = [((key,), f"one of {', '.join(hints)}", show(key), "") for key in strange]
-            try:
-                made = of_members(found)
-            except ValidationError as error:
-                raise rejected(value, *faults, again=error) from None
-            if faults:
-                raise rejected(value, *faults)
-            try:
-                return value if is_typeddict(kind) else kind(**made)
-            except ValueError as error:  # what the class itself rejects
-                fault = (), f"what makes a {kind.__name__}", show(value), str(error)
-                raise rejected(value, fault) from None
-
-        return Annotated[form, WrapValidator(check)]
+    return Annotated[form, WrapValidator(check)]
 
 
 def needed_keys(kind: Any) -> set[str]:

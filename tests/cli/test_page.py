@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.docs.pages import DOCS, ROOT, script, text_of
+
 from .conftest import Run
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "command_line.md"
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_outputs", ROOT / "docs" / "make_outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PAGE = DOCS / "command_line.md"
+OUTPUTS = script("make_outputs")
 
 
 def shown() -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = script().commands(PAGE.read_text(encoding="utf-8"))
+    found: list[tuple[str, str]] = OUTPUTS.commands(text_of(PAGE))
     return found
 
 
@@ -62,12 +52,12 @@ def test_the_page_shows_what_is_printed(command: str, output: str, monkeypatch: 
     if differing_versions():
         pytest.skip(f"other versions than in constraints.txt: {', '.join(differing_versions())}")
     monkeypatch.chdir(ROOT)
-    assert script().output_of(command) == output
+    assert OUTPUTS.output_of(command) == output
 
 
 def test_env_shows_the_same_facts(run: Run) -> None:
     """Its values are those of a machine; its lines are not."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = text_of(PAGE)
     (block,) = re.findall(r"^\$ hf-actswap env\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
     def names(lines: str) -> set[str]:

@@ -127,25 +127,17 @@ class StreamedStep:
             self.running = False
         self._residence.refresh(keys, states)
         for storage in self._residence.storages_of_all(keys):
-            self._residence.leave(storage)
+            storage.leave()
         self._residence.release(resident_bytes)
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
-        residence = self._residence
         for storage in needed:
             if storage.place == "host":
-                residence.release(resident_bytes - storage.size_bytes)
-                residence.start_return(storage)
-        while ahead:
-            storage = ahead[0]
-            if storage.place == "host":
-                residence.release(resident_bytes - storage.size_bytes)
-                if residence.device_bytes + storage.size_bytes > resident_bytes:
-                    break
-                residence.start_return(storage)
-            ahead.popleft()
+                self._residence.release(resident_bytes - storage.size_bytes)
+                storage.start_return()
+        self._residence.start_returns(ahead, resident_bytes, releases=True)
         for storage in needed:
-            residence.bring(storage)
+            storage.bring()
 
     def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Yield parameters that have gradients, in order, with states of up to ``bucket_bytes`` each time."""
@@ -427,7 +419,7 @@ class _Copies:
             return tensor.clone() if tensor.nbytes < self._min_tensor_bytes else tensor
         ((storage, view),) = found
         if isinstance(tensor, DTensor):  # gathering it needs it on the device
-            self._residence.bring(storage, will_change=False)
+            storage.bring(will_change=False)
         if storage.place == "device":
             return tensor.detach()  # keeps the present values: the next step works on another storage
         if id(storage) not in self._copied:
@@ -590,8 +582,8 @@ class OptimizerStates:
 
     def send_all(self) -> None:
         for storage in self._residence.all():
-            self._residence.turn_back(storage)
-            self._residence.leave(storage)
+            storage.turn_back()
+            storage.leave()
         self._pending_bytes = self._residence.leaving_bytes
 
     def _loaded(self, loads: list[Callable[[], Hashable]]) -> None:
@@ -601,7 +593,7 @@ class OptimizerStates:
             key = load()
             self._residence.refresh([key], states)
             for storage in self._residence.storages_of(key):
-                self._residence.leave(storage)
+                storage.leave()
             self._residence.release(self.most_resident_bytes)
         self.take_stock()
         self.send_all()
@@ -621,7 +613,7 @@ class OptimizerStates:
             self._checkpoints.saving = False
             return
         for storage in self._residence.all() if key is None else self._residence.storages_of(key):
-            self._residence.bring(storage)
+            storage.bring()
 
     def _step_starts(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -643,9 +635,9 @@ class OptimizerStates:
             self._step.run(states, self.most_resident_bytes)
         else:
             for storage in self._residence.all():
-                self._residence.start_return(storage)
+                storage.start_return()
             for storage in self._residence.all():
-                self._residence.bring(storage)
+                storage.bring()
         self._depth = 1
         return new
 
@@ -771,15 +763,9 @@ class StatePrefetch:
     def _start(self, wanted_bytes: int) -> None:
         if self._waiting is None:
             self._waiting = deque(self._order())
-        waiting, residence = self._waiting, self._residence
         try:
             with nullcontext() if self.stream is None else self.stream:
-                while waiting:
-                    if waiting[0].place == "host":
-                        if residence.device_bytes + waiting[0].size_bytes > wanted_bytes:
-                            return
-                        residence.start_return(waiting[0])
-                    waiting.popleft()
+                self._residence.start_returns(self._waiting, wanted_bytes, releases=False)
         except torch.OutOfMemoryError:
             logger.debug("No room for optimizer states in backward: the rest comes back in the step.")
-            waiting.clear()
+            self._waiting.clear()

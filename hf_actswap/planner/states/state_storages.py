@@ -53,38 +53,31 @@ class StateStorage:
 
     It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
     the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is owned by
-    autograd's tickets and leaves at most once, when memory runs out.) The caller takes its host block, which
-    has its size, from a pool and gives it back.
+    autograd's tickets and leaves at most once, when memory runs out.) Its host block has its size.
 
     Attributes:
         tensors: by the key in ``optimizer.state``: plain tensors that share the storage.
         unchanged: whether the host has the same bytes; known only while the storage is on the device.
     """
 
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        host: HostBuffer,
-        transfer: Transfer,
-        counters: Counters,
-        absent: Placeholders,
-    ) -> None:
+    def __init__(self, storage: torch.UntypedStorage, host: HostBuffer, residence: StateResidence) -> None:
         self.size_bytes = storage.nbytes()
         self.host = host
         self.place: Place = "device"
         self.tensors: dict[Hashable, list[tuple[torch.Tensor, View]]] = {}
         self.unchanged = False
         host.hold(torch.uint8, torch.Size([self.size_bytes]))
-        self._transfer, self._counters, self._absent = transfer, counters, absent
+        self._residence, self._transfer, self._counters = residence, residence.transfer, residence.counters
         self._copy: Copy | None = None
         self._held: torch.Tensor | None = None
-
-    @property
-    def on_device_bytes(self) -> int:
-        return 0 if self.place == "host" else self.size_bytes
+        residence.home[storage._cdata] = self
+        residence.total_bytes += self.size_bytes
+        residence.device_bytes += self.size_bytes
 
     def leave(self) -> None:
-        """Start the copy out, or leave at once if the host has the bytes already; call it at ``device``."""
+        """Start the copy out, or leave at once if the host has the bytes; nothing unless at ``device``."""
+        if self.place != "device":
+            return
         if self.unchanged:
             self._let_go()
             return
@@ -93,6 +86,7 @@ class StateStorage:
         self._counters.offloads += 1
         self._counters.offloaded_bytes += self.size_bytes
         self._held, self.place = source, "leaving"
+        self._residence.leaving.append(self)
 
     def stay(self) -> None:
         """Stay on the device after all, because it will be read or written; call it at ``leaving``."""
@@ -106,15 +100,18 @@ class StateStorage:
         self._let_go()
 
     def start_return(self) -> None:
-        """Start the copy in; call it at ``host``.
+        """Start the copy in; nothing unless at ``host``.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; the storage is still on the host.
         """
+        if self.place != "host":
+            return
         self._held, self._copy = self._transfer.reload(self.host, COMPLETE)
         self._counters.prefetches += 1
         self._counters.prefetched_bytes += self.size_bytes
         self.place = "returning"
+        self._residence.device_bytes += self.size_bytes
 
     def arrive(self) -> None:
         """Wait for the copy in and let the tensors refer to their values again; call it at ``returning``."""
@@ -124,14 +121,18 @@ class StateStorage:
         for tensor, view in self._members():
             tensor.data = view.on(block, 0)
         self._held, self.place, self.unchanged = None, "device", True
+        self._residence.home[self._storage()._cdata] = self
 
     def turn_back(self) -> None:
-        """Drop the copy in, which nothing has read, and be on the host again; call it at ``returning``."""
+        """Drop the copy in, which nothing has read, and be on the host again; nothing unless returning."""
+        if self.place != "returning":
+            return
         self._wait()
         self._held, self.place = None, "host"
+        self._residence.device_bytes -= self.size_bytes
 
-    def bring(self) -> None:
-        """Come to the device from any place, and wait for the copy if there is one."""
+    def bring(self, will_change: bool = True) -> None:
+        """Come to the device from any place and wait for any copy; ``will_change``: the host's is invalid."""
         if self.place == "host":
             self._counters.late_prefetches += 1
             self.start_return()
@@ -139,6 +140,8 @@ class StateStorage:
             self.arrive()
         elif self.place == "leaving":
             self.stay()
+        if will_change:
+            self.unchanged = False
 
     def set_aside(self) -> None:
         """Let the tensors refer to their values on the host. Call it at ``host``, after a synchronization.
@@ -153,12 +156,11 @@ class StateStorage:
     def abandon(self) -> None:
         """Wait for running copies to end and forget the tensors: the storage is not needed any more."""
         self._wait()
+        if self.place != "host":
+            self._residence.device_bytes -= self.size_bytes
+        self._residence.total_bytes -= self.size_bytes
         self._held, self.place = None, "device"
         self.tensors.clear()
-
-    def address(self) -> int:
-        """Return the address of the storage object; call it at ``device`` or ``leaving``."""
-        return int(self._storage()._cdata)
 
     def drop_strangers(self, address: int) -> None:
         """Forget tensors that by now refer to another storage than the one at ``address``."""
@@ -184,8 +186,10 @@ class StateStorage:
         return tensor.untyped_storage()
 
     def _let_go(self) -> None:
+        self._residence.home.pop(self._storage()._cdata, None)
+        self._residence.device_bytes -= self.size_bytes
         for tensor, view in self._members():
-            tensor.data = self._absent.like(view)
+            tensor.data = self._residence.absent.like(view)
         self.place = "host"
 
     def _wait(self) -> None:
@@ -302,6 +306,8 @@ class StateResidence:
         device_bytes: bytes of the storages with a host block that are on the device.
         total_bytes: bytes of all storages with a host block.
         absent: placeholders to which tensors refer while their values are on the host.
+        home: the storages that are on the device, by the address of the storage object.
+        leaving: the storages whose copies out have begun, the oldest first; some may have come back.
     """
 
     def __init__(
@@ -312,13 +318,12 @@ class StateResidence:
         device: torch.device,
         min_tensor_bytes: int,
     ) -> None:
-        self._transfer, self._pool, self._counters = transfer, pool, counters
+        self.transfer, self._pool, self.counters = transfer, pool, counters
         self._device, self._min_tensor_bytes = device, max(1, min_tensor_bytes)
         self.absent = Placeholders(device)
         self._of: dict[Hashable, list[StateStorage]] = {}
-        self._home: dict[int, StateStorage] = {}
-        """The storages that are on the device, by the address of the storage object."""
-        self._leaving: deque[StateStorage] = deque()
+        self.home: dict[int, StateStorage] = {}
+        self.leaving: deque[StateStorage] = deque()
         self.device_bytes = self.total_bytes = 0
         self._warned = False
 
@@ -339,7 +344,7 @@ class StateResidence:
     @property
     def leaving_bytes(self) -> int:
         """Bytes that are on the device and are being copied out."""
-        return sum(item.size_bytes for item in dict.fromkeys(self._leaving) if item.place == "leaving")
+        return sum(item.size_bytes for item in dict.fromkeys(self.leaving) if item.place == "leaving")
 
     def refresh(self, keys: Iterable[Hashable], states: WatchedStates) -> None:
         """Update the storages of states: new ones get a host block, those that are gone give theirs back.
@@ -370,60 +375,41 @@ class StateResidence:
         """
         try:
             for storage in self.all():
-                self.bring(storage, will_change=False)
+                storage.bring(will_change=False)
             return 0
         except torch.OutOfMemoryError:
             for storage in self.all():
-                self.turn_back(storage)
-                self.leave(storage)
+                storage.turn_back()
+                storage.leave()
             self.release(0)
-            self._transfer.synchronize()
+            self.transfer.synchronize()
             self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
             for storage in self.all():
                 storage.set_aside()
             return self.total_bytes
 
-    def leave(self, storage: StateStorage) -> None:
-        """Start the copy out of a storage on the device; if the host has its bytes, free it at once."""
-        if storage.place != "device":
-            return
-        address = storage.address()
-        storage.leave()
-        if storage.on_device_bytes:
-            self._leaving.append(storage)
-        else:
-            self._gone(storage, address)
-
     def release(self, down_to_bytes: int) -> None:
         """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``."""
-        while self._leaving and self.device_bytes > down_to_bytes:
-            storage = self._leaving.popleft()
+        while self.leaving and self.device_bytes > down_to_bytes:
+            storage = self.leaving.popleft()
             if storage.place == "leaving":
-                address = storage.address()
                 storage.release()
-                self._gone(storage, address)
 
-    def start_return(self, storage: StateStorage) -> None:
-        """Start the copy in of a storage. Does nothing unless it is on the host."""
-        if storage.place == "host":
-            storage.start_return()
-            self.device_bytes += storage.size_bytes
+    def start_returns(self, ahead: deque[StateStorage], most_bytes: int, releases: bool) -> None:
+        """Start the copies in of the next storages, as long as at most ``most_bytes`` are on the device.
 
-    def turn_back(self, storage: StateStorage) -> None:
-        """Drop the copy in of a storage that nothing has read. Does nothing unless it is returning."""
-        if storage.place == "returning":
-            storage.turn_back()
-            self.device_bytes -= storage.size_bytes
-
-    def bring(self, storage: StateStorage, will_change: bool = True) -> None:
-        """Bring a storage to the device from any place; ``will_change``: the host's copy becomes invalid."""
-        before = storage.on_device_bytes
-        if storage.place != "device":
-            storage.bring()
-            self.device_bytes += storage.size_bytes - before
-            self._home[storage.address()] = storage
-        if will_change:
-            storage.unchanged = False
+        ``ahead`` are the storages in order; those whose copies have started are taken off. ``releases``:
+        leaving storages make room for them.
+        """
+        while ahead:
+            storage = ahead[0]
+            if storage.place == "host":
+                if releases:
+                    self.release(most_bytes - storage.size_bytes)
+                if self.device_bytes + storage.size_bytes > most_bytes:
+                    return
+                storage.start_return()
+            ahead.popleft()
 
     def _refresh(self, key: Hashable, tensors: list[torch.Tensor], held: Counter[int]) -> None:
         found = {id(item) for item in tensors}
@@ -456,37 +442,27 @@ class StateResidence:
         size_bytes = raw.nbytes()
         if size_bytes < self._min_tensor_bytes:
             return None
-        known = self._home.get(raw._cdata)
+        known = self.home.get(raw._cdata)
         if known is not None and known.size_bytes == size_bytes:
             known.drop_strangers(raw._cdata)
             return known
         if holders(raw) > held[raw._cdata]:
-            self._counters.rejected[SHARED] += size_bytes
+            self.counters.rejected[SHARED] += size_bytes
             return None
         host = self._pool.take(size_bytes)
         if host is None:
-            self._counters.rejected[NO_HOST_MEMORY] += size_bytes
+            self.counters.rejected[NO_HOST_MEMORY] += size_bytes
             if not self._warned:
                 self._warned = True
                 logger.warning("Optimizer states stay on the device where host memory has no room for them.")
             return None
-        storage = StateStorage(raw, host, self._transfer, self._counters, self.absent)
-        self._home[raw._cdata] = storage
-        self.total_bytes += size_bytes
-        self.device_bytes += size_bytes
-        return storage
+        return StateStorage(raw, host, self)
 
     def _discard(self, storage: StateStorage) -> None:
-        self._home = {key: item for key, item in self._home.items() if item is not storage}
-        self.device_bytes -= storage.on_device_bytes
-        self.total_bytes -= storage.size_bytes
+        self.home = {key: item for key, item in self.home.items() if item is not storage}
         storage.abandon()
-        self._transfer.host_reader_done(storage.host)
+        self.transfer.host_reader_done(storage.host)
         self._pool.give_back(storage.host)
-
-    def _gone(self, storage: StateStorage, address: int) -> None:
-        self._home.pop(address, None)
-        self.device_bytes -= storage.size_bytes
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -154,6 +154,17 @@ class RecomputedModules:
         row = self.row(call)
         return row is not None and row.fate not in RUN_AGAIN
 
+    def runs_again(self, call: OpCall, region: OpCall) -> bool:
+        """Whether a call inside a region runs again with it; kept ops inside a recomputed module do not."""
+        (_, path, ordinal), (scope, root, _) = call, region
+        if scope is None or not self.keeps_inside(scope, root):
+            return True
+        while path and path != root:
+            if self.is_held((scope, path, ordinal)) or self.is_kept_module(scope, path):
+                return False
+            path, ordinal = path.rpartition(".")[0], None
+        return True
+
     @cached_property
     def _inside(self) -> Mapping[Scope, list[tuple[str, bool]]]:
         """For each layer, the op paths of its rows, each with whether the op is not run again."""

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ...engine.windows import Timeline
-from ...plan.actions import MemoryPlan, Scope
+from ...plan.actions import Scope
 from ...plan.model_structure import is_below
-from ...plan.saved_bytes import OpCall, RecomputedModules, Use, ticket_uses
-from ..profile import Places, Profile, lifetimes
+from ...plan.saved_bytes import OpCall, RecomputedModules, TicketUse, Use, ticket_uses
+from ..profile import Places, Profile, StorageLifetime, lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,14 @@ class StepOrder:
         """Return the packs in op events from ``first`` to ``last``."""
         return self.packs[bisect_left(self._pack_events, first) : bisect_right(self._pack_events, last)]
 
+    def is_region(self, call: OpCall) -> bool:
+        """Whether the profile says what runs again with a call."""
+        return call[2] is None or call in self.function_events
+
+    def place_of(self, storage: int, ticket: TicketUse) -> int:
+        """Return the place of backward whose nodes read a ticket of a storage."""
+        return self.places.of_reader(self.lifetimes[storage].op_events[ticket.number])
+
     def last_op_of(self, op_event: int) -> int:
         """Return the last operator of an op event."""
         row = self.op_events[op_event]
@@ -160,25 +168,6 @@ def timeline(
     return Timeline((*rising, (rising[-1][0] if rising else 0, forward_end_ms)), tuple(falling))
 
 
-class HeldTicket(NamedTuple):
-    """One ticket of a storage.
-
-    Args:
-        kind: whether the tensor stays, is on the host, or is built again.
-        order, op_event: order and op event of the use at which the ticket was made.
-        holder: the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
-        source: the region that builds the tensor again.
-        copy: number of the host copy among those of the storage; -1: none.
-    """
-
-    kind: Literal["keep", "swap", "built"]
-    order: int
-    op_event: int
-    holder: OpCall | None = None
-    source: OpCall | None = None
-    copy: int = -1
-
-
 @dataclass(frozen=True, slots=True)
 class CopyOut:
     """One copy of (a part of) a storage to the host.
@@ -196,55 +185,6 @@ class CopyOut:
     op_event: int
     op: int
     at_end: bool
-
-
-class TicketRules:
-    """Says which tickets and copies one plan gives the storages of one profile.
-
-    ``held``: number of a storage -> the use at which a recomputed module holds it (`held_results`).
-    """
-
-    def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
-        self._order, self._held = order, held
-        self.recomputed = RecomputedModules(plan, order.profile.saved.modules)
-
-    def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
-        """Return the tickets of a storage, and its copies out, in order."""
-        storage, lifetime = self._order.profile.saved.storages[number], self._order.lifetimes[number]
-        calls = [self._order.op_events[op_event].call for op_event in lifetime.op_events]
-        tickets: list[HeldTicket] = []
-        copies: list[CopyOut] = []
-        for found in ticket_uses(storage, self.recomputed, self._held.get(number), calls):
-            op_event = lifetime.op_events[found.number]
-            if found.starts_copy:
-                use = found.use
-                op, made_here = self._order.use_op(use, op_event), lifetime.made_in == op_event
-                at_end = use.kind == "returned" or (use.kind == "saved" and made_here)
-                size_bytes = found.copy_bytes
-                copies.append(CopyOut(found.copy, use.producer, size_bytes, use.order, op_event, op, at_end))
-            if found.holder is not None and not self._is_region(found.holder):
-                continue
-            kind, source = found.kind, found.source
-            if source is not None and not self._is_region(source):
-                kind, source = "keep", None
-            tickets.append(HeldTicket(kind, found.use.order, op_event, found.holder, source, found.copy))
-        return tickets, copies
-
-    def _is_region(self, call: OpCall) -> bool:
-        """Whether the profile says what runs again with a call."""
-        return call[2] is None or call in self._order.function_events
-
-    def runs_again(self, region: OpCall, op_event: int) -> bool:
-        """Return whether an op event runs again with its recomputed module; kept ops inside do not."""
-        path, ordinal = self._order.op_events[op_event].call[1:]
-        recomputed, (scope, root, _) = self.recomputed, region
-        if scope is None or not recomputed.keeps_inside(scope, root):
-            return True
-        while path and path != root:
-            if recomputed.is_held((scope, path, ordinal)) or recomputed.is_kept_module(scope, path):
-                return False
-            path, ordinal = path.rpartition(".")[0], None
-        return True
 
 
 CopyId = tuple[int, int]
@@ -305,11 +245,24 @@ class RecomputedRegion:
     peak_event: int = 0
 
 
+class CopyRead(NamedTuple):
+    """A copy is needed: by nodes at ``place``, or (``by_region``) until there by a region that runs again.
+
+    ``op`` is the operator whose backward needs it.
+    """
+
+    copy: CopyId
+    op: int
+    place: int
+    by_region: bool
+
+
 @dataclass(eq=False, slots=True)
 class StorageFate:
     """The fate of one storage; ``kept_place``: until where its own tickets keep it, -1 if none does."""
 
     storage: int
+    lifetime: StorageLifetime
     copies: tuple[CopyOut, ...]
     kept_place: int
 
@@ -320,41 +273,38 @@ class ScopeFate:
 
     Args:
         checkpointed: the scope, if it is a layer that is recomputed whole.
-        storages: fates of the storages that the scope makes.
-        kept: (first op event, last place of backward, bytes) of storages that simply stay.
-        dropped: (first op event, last op event of forward, bytes) of storages that are built again.
-        moved: fates of storages that have copies, or that a region may hold.
+        storages: fates of the storages that the scope makes, if backward or a region needs them.
         dropped_bytes: bytes of the storages that are built again.
         regions: its regions, in the order of forward.
         reads: (place, region, storage) of rebuilt storages that nodes themselves read.
         holds: (storage, place): a region keeps the storage until that place.
-        swap_reads: (place, copy) of copies that nodes themselves read.
-        wants: (copy, operator): the operator whose backward needs the copy; a copy may have several.
-        swap_holds: (copy, place): until when a region would keep the storage if it were not swapped.
+        copy_reads: who needs the copies; a copy may have several readers.
     """
 
     checkpointed: Scope | None = None
     storages: list[StorageFate] = field(default_factory=list)
-    kept: list[tuple[int, int, int]] = field(default_factory=list)
-    dropped: list[tuple[int, int, int]] = field(default_factory=list)
-    moved: list[StorageFate] = field(default_factory=list)
     dropped_bytes: int = 0
     regions: list[RecomputedRegion] = field(default_factory=list)
     reads: list[tuple[int, RecomputedRegion, RebuiltStorage]] = field(default_factory=list)
     holds: list[tuple[int, int]] = field(default_factory=list)
-    swap_reads: list[tuple[int, CopyId]] = field(default_factory=list)
-    wants: list[tuple[CopyId, int]] = field(default_factory=list)
-    swap_holds: list[tuple[CopyId, int]] = field(default_factory=list)
+    copy_reads: list[CopyRead] = field(default_factory=list)
 
 
-def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
+def scope_fate(
+    order: StepOrder, recomputed: RecomputedModules, held: Mapping[int, Use], scope: Scope
+) -> ScopeFate:
     """Return what a plan does in one scope.
 
-    ``rules`` are of a plan with at least the rows of this scope and of those that share its storages.
+    Args:
+        recomputed: index of a plan with at least the rows of this scope and of those that share its storages.
+        held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
     """
-    fate = ScopeFate(scope if scope in rules.recomputed.whole_layers else None)
-    known = {number: rules.of_storage(number) for number in order.touching.get(scope, ())}
-    fate.regions = _regions(order, rules, scope, known, fate)
+    fate = ScopeFate(scope if scope in recomputed.whole_layers else None)
+    known = {
+        number: _tickets_of(order, recomputed, held.get(number), number)
+        for number in order.touching.get(scope, ())
+    }
+    fate.regions = _regions(order, recomputed, scope, known, fate)
     for number, (tickets, copies) in known.items():
         storage = order.profile.saved.storages[number]
         if storage.uses[0].producer[0] == scope:
@@ -362,48 +312,61 @@ def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
     return fate
 
 
+def _tickets_of(
+    order: StepOrder, recomputed: RecomputedModules, held: Use | None, number: int
+) -> tuple[list[TicketUse], list[CopyOut]]:
+    """Return the tickets of a storage, and its copies out, in order."""
+    storage, lifetime = order.profile.saved.storages[number], order.lifetimes[number]
+    calls = [order.op_events[op_event].call for op_event in lifetime.op_events]
+    tickets: list[TicketUse] = []
+    copies: list[CopyOut] = []
+    for ticket in ticket_uses(storage, recomputed, held, calls):
+        if ticket.starts_copy:
+            use, op_event = ticket.use, lifetime.op_events[ticket.number]
+            at_end = use.kind == "returned" or (use.kind == "saved" and lifetime.made_in == op_event)
+            place = use.order, op_event, order.use_op(use, op_event), at_end
+            copies.append(CopyOut(ticket.copy, use.producer, ticket.copy_bytes, *place))
+        if ticket.source is not None and not order.is_region(ticket.source):
+            ticket = replace(ticket, kind="keep", source=None)
+        if ticket.holder is None or order.is_region(ticket.holder):
+            tickets.append(ticket)
+    return tickets, copies
+
+
 def _sort_in(
-    order: StepOrder, fate: ScopeFate, number: int, tickets: list[HeldTicket], copies: list[CopyOut]
+    order: StepOrder, fate: ScopeFate, number: int, tickets: list[TicketUse], copies: list[CopyOut]
 ) -> None:
     lifetime = order.lifetimes[number]
     direct = [ticket for ticket in tickets if ticket.holder is None]
-    kept = max((order.places.of_reader(item.op_event) for item in direct if item.kind == "keep"), default=-1)
-    found = StorageFate(number, tuple(copies), kept)
-    fate.storages.append(found)
+    kept = max((order.place_of(number, item) for item in direct if item.kind == "keep"), default=-1)
     for ticket in direct:
         if ticket.kind == "swap":
-            copy = number, ticket.copy
-            fate.swap_reads.append((order.places.of_reader(ticket.op_event), copy))
             inside = next(item.op for item in copies if item.number == ticket.copy)
-            fate.wants.append((copy, max(inside, order.saved_op(ticket.order, ticket.op_event))))
-    is_held = any(ticket.holder is not None and ticket.kind != "built" for ticket in tickets)
-    if copies or is_held:
-        fate.moved.append(found)
-    elif kept >= 0:
-        fate.kept.append((lifetime.birth, kept, lifetime.size_bytes))
-    elif direct:
-        fate.dropped.append((lifetime.birth, lifetime.forward_end, lifetime.size_bytes))
+            op = max(inside, order.saved_op(ticket.use.order, lifetime.op_events[ticket.number]))
+            fate.copy_reads.append(CopyRead((number, ticket.copy), op, order.place_of(number, ticket), False))
+    if direct or copies or any(ticket.kind != "built" for ticket in tickets):
+        fate.storages.append(StorageFate(number, lifetime, tuple(copies), kept))
     if direct and kept < 0 and not copies:
         fate.dropped_bytes += lifetime.size_bytes
 
 
 def _regions(
     order: StepOrder,
-    rules: TicketRules,
+    recomputed: RecomputedModules,
     scope: Scope,
-    known: Mapping[int, tuple[list[HeldTicket], list[CopyOut]]],
+    known: Mapping[int, tuple[list[TicketUse], list[CopyOut]]],
     fate: ScopeFate,
 ) -> list[RecomputedRegion]:
     """Return the regions of a scope; those that nothing needs are left out, as in the engine."""
     found: dict[OpCall, RecomputedRegion] = {}
-    inputs: dict[OpCall, list[tuple[int, int, HeldTicket]]] = {}
-    readers: dict[OpCall, list[tuple[int, HeldTicket]]] = {}
+    inputs: dict[OpCall, list[tuple[int, int, TicketUse]]] = {}
+    readers: dict[OpCall, list[tuple[int, TicketUse]]] = {}
     for number, (tickets, _) in known.items():
         for ticket in tickets:
             if ticket.source is not None and ticket.source[0] == scope:
                 readers.setdefault(ticket.source, []).append((number, ticket))
             if ticket.holder is not None and ticket.holder[0] == scope:
-                inputs.setdefault(ticket.holder, []).append((ticket.order, number, ticket))
+                inputs.setdefault(ticket.holder, []).append((ticket.use.order, number, ticket))
     for key in readers:
         found[key] = RecomputedRegion(key, _op_events(order, key)[0])
     needed: list[RecomputedRegion] = []
@@ -414,7 +377,7 @@ def _regions(
             del found[region.key]
             continue
         needed.append(region)
-        _lay_out(order, rules, region, [ticket for _, ticket in readers[region.key]])
+        _lay_out(order, recomputed, region, [ticket for _, ticket in readers[region.key]])
         _hold(order, region, sorted(inputs.get(region.key, ()), key=lambda item: item[:2]), found, fate)
     return needed[::-1]
 
@@ -424,7 +387,7 @@ def _read_by(
     fate: ScopeFate,
     region: RecomputedRegion,
     number: int,
-    ticket: HeldTicket,
+    ticket: TicketUse,
     found: Mapping[OpCall, RecomputedRegion],
 ) -> None:
     """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
@@ -433,9 +396,8 @@ def _read_by(
     item = region.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
     item.tickets += 1
     if ticket.holder is None:
-        place = order.places.of_reader(ticket.op_event)
-        fate.reads.append((place, region, item))
-        first, last = place, place
+        first = last = order.place_of(number, ticket)
+        fate.reads.append((first, region, item))
     else:
         reader = found[ticket.holder]
         first, last = reader.first_place, reader.last_place
@@ -446,7 +408,7 @@ def _read_by(
 def _hold(
     order: StepOrder,
     region: RecomputedRegion,
-    inputs: Iterable[tuple[int, int, HeldTicket]],
+    inputs: Iterable[tuple[int, int, TicketUse]],
     found: Mapping[OpCall, RecomputedRegion],
     fate: ScopeFate,
 ) -> None:
@@ -456,8 +418,7 @@ def _hold(
         elif ticket.kind == "swap":
             copy = number, ticket.copy
             region.inputs.append(copy)
-            fate.wants.append((copy, region.last_op))
-            fate.swap_holds.append((copy, region.last_place))
+            fate.copy_reads.append(CopyRead(copy, region.last_op, region.last_place, True))
         elif ticket.source is not None and ticket.source in found:
             source = found[ticket.source]
             item = source.built.setdefault(number, RebuiltStorage(order.lifetimes[number].size_bytes))
@@ -470,7 +431,7 @@ def _op_events(order: StepOrder, key: OpCall) -> list[int]:
 
 
 def _lay_out(
-    order: StepOrder, rules: TicketRules, region: RecomputedRegion, tickets: list[HeldTicket]
+    order: StepOrder, recomputed: RecomputedModules, region: RecomputedRegion, tickets: list[TicketUse]
 ) -> None:
     """Set which op events of a region run again, for how long, and with how much memory."""
     key, op_events = region.key, _op_events(order, region.key)
@@ -478,16 +439,17 @@ def _lay_out(
         region.last_op = order.last_op_of(op_events[0])
     else:
         packs = order.packs_between(op_events[0], op_events[-1])
-        last = max(ticket.order for ticket in tickets if ticket.holder is None)
+        last = max(ticket.use.order for ticket in tickets if ticket.holder is None)
         end = next(pack for pack in packs if pack.order == last)
         region.last_op = max(pack.op for pack in packs)
-        if key[0] in rules.recomputed.whole_layers:
+        if key[0] in recomputed.whole_layers:
             region.last_op = order.last_op_of(order.scope_events[key[0]][-1])
         # The run stops as soon as the last tensor is there: before the op that saves it, unless that made it.
         op_events = [
             op_event
             for op_event in op_events
-            if op_event < end.op_event + end.at_end and rules.runs_again(key, op_event)
+            if op_event < end.op_event + end.at_end
+            and recomputed.runs_again(order.op_events[op_event].call, key)
         ]
     region.steps = tuple(_steps(order, region, op_events))
     held = 0

@@ -32,7 +32,7 @@ from ...engine.schedule import PrefetchOrder, PrefetchRequest
 from ...engine.windows import Candidate, Rates, Timeline, choose_windows, windows_of_all
 from ...plan.actions import MemoryPlan, PlanRow, Scope, Windows
 from ...plan.saved_bytes import OpCall, RecomputedModules, SavedBytes, Use, held_results
-from ..profile import CopyTimes, FrontierPoint, MemoryPoint, Prediction, Profile
+from ..profile import CopyTimes, MemoryPoint, Prediction, Profile
 from .compiled_shares import compile_points_of, with_compile_points, without_compile_options
 from .scope_fates import (
     CopyId,
@@ -43,8 +43,6 @@ from .scope_fates import (
     RunStep,
     ScopeFate,
     StepOrder,
-    StorageFate,
-    TicketRules,
     scope_fate,
     timeline,
 )
@@ -69,24 +67,6 @@ class MovingCopy:
     tickets: int
 
 
-@dataclass(frozen=True)
-class StepProgram:
-    """A plan's fates, ready to be simulated. Places count op events in the order of backward.
-
-    Args:
-        reads: by place, the regions whose results nodes read, with these results.
-        swap_reads: by place, the copies that nodes read.
-        hooks: by place, the falling operators at which backward calls the engine.
-    """
-
-    order: StepOrder
-    packs: Sequence[Pack]
-    moving: Mapping[CopyId, MovingCopy]
-    reads: Mapping[int, Sequence[tuple[RecomputedRegion, RebuiltStorage]]]
-    swap_reads: Mapping[int, Sequence[CopyId]]
-    hooks: Sequence[Sequence[int]]
-
-
 class Moment(NamedTuple):
     """A moment of backward, or one of a region that runs again within it."""
 
@@ -107,10 +87,11 @@ class ForwardWalk:
         waits: (op event, ms): how long compute waits before, or within, an op event.
     """
 
-    def __init__(self, program: StepProgram, link: DuplexLink | None) -> None:
-        self._program, self._link = program, link
-        self.moving = program.moving
-        self.numbers = {copy: number for number, copy in enumerate(program.moving)}
+    def __init__(
+        self, program: StepProgram, moving: Mapping[CopyId, MovingCopy], link: DuplexLink | None
+    ) -> None:
+        self.program, self.moving, self.link = program, moving, link
+        self.numbers = {copy: number for number, copy in enumerate(moving)}
         self.moments: dict[CopyId, int] = {}
         self.released_ms: dict[CopyId, float] = {}
         self.queued_ms: dict[CopyId, float] = {}
@@ -121,18 +102,18 @@ class ForwardWalk:
 
     def copy_times(self) -> _Times:
         """Return when each copy out began and ended; call it when the whole step has been simulated."""
-        if (link := self._link) is None:
+        if (link := self.link) is None:
             return {name: (ms, ms) for name, ms in self.queued_ms.items()}
         for name, ms in self.queued_ms.items():  # copies for which nothing has waited
             link.wait(link.out, self.numbers[name], ms)
         return _lane_times(link.out, self.numbers, self.queued_ms)
 
     def _walk(self) -> None:
-        packs, start_ms = self._program.packs, self._program.order.start_ms
+        packs, start_ms = self.program.packs, self.program.order.start_ms
         orders, ops = [pack.order for pack in packs], [pack.op for pack in packs]
         forward_end = len(start_ms) - 1
         events: list[tuple[float, int, tuple[int, int], CopyId, int, bool]] = []
-        for number, (name, moving) in enumerate(self._program.moving.items()):
+        for number, (name, moving) in enumerate(self.moving.items()):
             copy = moving.copy
             point = copy.op + moving.windows.release_ops
             at = max(bisect_left(ops, point), bisect_right(orders, copy.order))
@@ -149,12 +130,12 @@ class ForwardWalk:
             now_ms = start_ms[moment] + self.stall_ms
             if kind:
                 self.queued_ms[name] = now_ms
-                if self._link is not None:
-                    size_bytes = self._program.moving[name].copy.size_bytes
-                    self._link.enqueue(self._link.out, self.numbers[name], size_bytes, now_ms)
+                if self.link is not None:
+                    size_bytes = self.moving[name].copy.size_bytes
+                    self.link.enqueue(self.link.out, self.numbers[name], size_bytes, now_ms)
                 continue
-            if self._link is not None:
-                waited_ms = self._link.wait(self._link.out, self.numbers[name], now_ms) - now_ms
+            if self.link is not None:
+                waited_ms = self.link.wait(self.link.out, self.numbers[name], now_ms) - now_ms
                 if waited_ms > _TOLERANCE_MS:
                     self.stall_ms += waited_ms
                     self.waits.append((moment, waited_ms))
@@ -165,28 +146,19 @@ class ForwardWalk:
 class BackwardWalk:
     """Simulates backward, from the end of forward.
 
-    Args:
-        numbers: the number of each copy on the link.
-        start_ms: when forward ended.
-        each_step: whether a region that runs again has a moment for each of its op events, or one in all.
+    ``each_step``: whether a region that runs again has a moment for each of its op events, or one in all.
     """
 
-    def __init__(
-        self,
-        program: StepProgram,
-        link: DuplexLink | None,
-        numbers: Mapping[CopyId, int],
-        start_ms: float,
-        each_step: bool,
-    ) -> None:
-        self._program, self._link, self._numbers = program, link, numbers
+    def __init__(self, ahead: ForwardWalk, each_step: bool) -> None:
+        self._program, self._moving = ahead.program, ahead.moving
+        self._link, self._numbers = ahead.link, ahead.numbers
         self._each_step = each_step
-        self.now_ms, self.stall_ms, self.recompute_ms = start_ms, 0.0, 0.0
+        self.now_ms, self.stall_ms, self.recompute_ms = ahead.forward_end_ms, 0.0, 0.0
         self.moments: list[Moment] = []
         self.read_ms: dict[CopyId, float] = {}
         self.hook_ms: list[tuple[int, float]] = []
         self._swapped_bytes = self._rebuilt_bytes = 0
-        self._unread = {name: moving.tickets for name, moving in program.moving.items()}
+        self._unread = {name: moving.tickets for name, moving in self._moving.items()}
         self._fetched: dict[CopyId, float] = {}
         self._ready: set[CopyId] = set()
         self._run: set[int] = set()
@@ -206,7 +178,7 @@ class BackwardWalk:
 
     def _walk(self) -> None:
         program, order = self._program, self._program.order
-        moving = sorted(program.moving.items(), key=lambda item: item[1].copy.order)
+        moving = sorted(self._moving.items(), key=lambda item: item[1].copy.order)
         wants = [
             PrefetchRequest(name, item.want_op, item.windows.prefetch_ops)
             for name, item in moving
@@ -239,14 +211,14 @@ class BackwardWalk:
     def _fetch(self, name: CopyId) -> None:
         if name in self._fetched:
             return
-        size_bytes = self._program.moving[name].copy.size_bytes
+        size_bytes = self._moving[name].copy.size_bytes
         self._fetched[name] = self.now_ms
         self._swapped_bytes += size_bytes
         if self._link is not None:
             self._link.enqueue(self._link.back, self._numbers[name], size_bytes, self.now_ms)
 
     def _read_copy(self, name: CopyId) -> None:
-        if name not in self._program.moving:  # it was not swapped after all
+        if name not in self._moving:  # it was not swapped after all
             return
         self._fetch(name)
         if name not in self._ready:
@@ -268,7 +240,7 @@ class BackwardWalk:
             else:
                 self._unread[item] -= 1
                 if not self._unread[item]:
-                    self._swapped_bytes -= self._program.moving[item].copy.size_bytes
+                    self._swapped_bytes -= self._moving[item].copy.size_bytes
         self._reading.clear()
 
     def _build(self, region: RecomputedRegion, place: int, boundary_bytes: int) -> None:
@@ -314,39 +286,6 @@ _UNHIDDEN = Windows.of_prefetch(1)
 """Windows of a swap that are to be chosen by measurement (`engine.auto_windows`), if nothing is measured."""
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """A step's program, and the storages that stay.
-
-    Args:
-        moved: storages that have copies, or that a region may hold.
-        kept_until: number of a storage -> place of backward until which a region, or a copy that could not
-            start, keeps it.
-    """
-
-    program: StepProgram
-    moved: Sequence[StorageFate]
-    kept_until: Mapping[int, int]
-
-
-def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, link: Link | None) -> Assembled:
-    """Put the fates of all scopes under a plan together.
-
-    By the rates of ``link`` windows are chosen that the plan leaves to measurement; ``None``: all are 1.
-    """
-    moved = [item for fate in fates for item in fate.moved]
-    assembler = _Assembler(order, fates, plan)
-    windows = {name: windows_in(plan, copy.call) for name, copy in assembler.copies.items()}
-    windows = assembler.chosen(windows, link) if None in windows.values() else assembler.within_host(windows)
-    kept_until: dict[int, int] = {}
-    holds = [hold for fate in fates for hold in fate.holds]
-    holds += [(name[0], place) for fate in fates for place, name in fate.swap_reads if name not in windows]
-    holds += [(name[0], place) for fate in fates for name, place in fate.swap_holds if name not in windows]
-    for number, place in holds:
-        kept_until[number] = max(kept_until.get(number, -1), place)
-    return Assembled(assembler.program(windows), moved, kept_until)
-
-
 def windows_in(plan: MemoryPlan, call: OpCall) -> Windows | None:
     """Return the windows that a plan has for the results of a call."""
     scope, path, ordinal = call
@@ -354,43 +293,65 @@ def windows_in(plan: MemoryPlan, call: OpCall) -> Windows | None:
     return None if row is None else row.windows
 
 
-class _Assembler:
-    """Makes the program of one step; ``copies`` are all that may move, in their order."""
+class StepProgram:
+    """The fates of all scopes under a plan, put together. Places count op events in the order of backward.
+
+    Attributes:
+        packs: where the engine gets control in forward.
+        hooks: by place, the falling operators at which backward calls the engine.
+        copies: all that may move, in their order.
+        reads: by place, the regions whose results nodes read, with these results.
+        swap_reads: by place, the copies that nodes read.
+    """
 
     def __init__(self, order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan) -> None:
-        self._order, self._plan = order, plan
+        self.order, self.fates, self._plan = order, fates, plan
         found = {
-            (item.storage, copy.number): copy for fate in fates for item in fate.moved for copy in item.copies
+            (item.storage, copy.number): copy
+            for fate in fates
+            for item in fate.storages
+            for copy in item.copies
         }
         self.copies = dict(sorted(found.items(), key=lambda item: item[1].order))
         self._wanted = {name: (copy.op, 0) for name, copy in self.copies.items()}
         """For each copy the operator whose backward needs it first, and how often it is read."""
-        self._checkpoints: dict[Scope, RecomputedRegion | None] = {
-            fate.checkpointed: next(iter(fate.regions), None)
-            for fate in fates
-            if fate.checkpointed is not None
-        }
-        self._packs, self._hooks = self._points()
-        reads: dict[int, list[tuple[RecomputedRegion, RebuiltStorage]]] = {}
-        swap_reads: dict[int, list[CopyId]] = {}
+        self.packs, self.hooks = self._points()
+        self.reads: dict[int, list[tuple[RecomputedRegion, RebuiltStorage]]] = {}
+        self.swap_reads: dict[int, list[CopyId]] = {}
         for fate in fates:
-            for name, op in fate.wants:
-                first, tickets = self._wanted[name]
-                self._wanted[name] = max(first, op), tickets + 1
+            for read in fate.copy_reads:
+                first, tickets = self._wanted[read.copy]
+                self._wanted[read.copy] = max(first, read.op), tickets + 1
+                if not read.by_region:
+                    self.swap_reads.setdefault(read.place, []).append(read.copy)
             for place, region, item in fate.reads:
-                reads.setdefault(place, []).append((region, item))
-            for place, name in fate.swap_reads:
-                swap_reads.setdefault(place, []).append(name)
-        self._reads, self._swap_reads = reads, swap_reads
+                self.reads.setdefault(place, []).append((region, item))
 
-    def program(self, windows: Mapping[CopyId, Windows | None]) -> StepProgram:
-        """Return the program in which the copies that have windows move."""
-        moving = {
+    def moving(self, link: Link | None) -> dict[CopyId, MovingCopy]:
+        """Return the copies that move. By the rates of ``link`` windows are chosen that the plan leaves to
+        measurement; ``None``: all are 1.
+        """
+        windows = {name: windows_in(self._plan, copy.call) for name, copy in self.copies.items()}
+        chosen = self.chosen(windows, link) if None in windows.values() else self.within_host(windows)
+        return self.with_windows(chosen)
+
+    def with_windows(self, windows: Mapping[CopyId, Windows | None]) -> dict[CopyId, MovingCopy]:
+        """Return the copies that have windows."""
+        return {
             name: MovingCopy(copy, chosen, *self._wanted[name])
             for name, copy in self.copies.items()
             if (chosen := windows.get(name)) is not None
         }
-        return StepProgram(self._order, self._packs, moving, self._reads, self._swap_reads, self._hooks)
+
+    def kept_until(self, moving: Mapping[CopyId, MovingCopy]) -> dict[int, int]:
+        """Return until which place of backward regions, and copies that do not move, keep storages."""
+        found: dict[int, int] = {}
+        holds = [hold for fate in self.fates for hold in fate.holds]
+        reads = (read for fate in self.fates for read in fate.copy_reads)
+        holds += [(read.copy[0], read.place) for read in reads if read.copy not in moving]
+        for number, place in holds:
+            found[number] = max(found.get(number, -1), place)
+        return found
 
     def within_host(self, windows: Mapping[CopyId, Windows | None]) -> dict[CopyId, Windows | None]:
         """Drop the copies for which host memory is used up, in the order in which the engine meets them."""
@@ -409,7 +370,7 @@ class _Assembler:
         self, windows: Mapping[CopyId, Windows | None], link: Link | None
     ) -> dict[CopyId, Windows | None]:
         """Choose windows as the engine would after it has measured a step, here one with instant copies."""
-        if link is None or not self._packs:
+        if link is None or not self.packs:
             return self.within_host({name: given or _UNHIDDEN for name, given in windows.items()})
         candidates, _, seen = self.seen(windows)
         decisions = choose_windows(candidates, seen, link, self._plan.host_memory_bytes)
@@ -423,11 +384,11 @@ class _Assembler:
         self, windows: Mapping[CopyId, Windows | None]
     ) -> tuple[list[Candidate], list[tuple[float, float]], Timeline]:
         """Return all copies, when each can start and is read, and the hooks, as if copies took no time."""
-        program = self.program({name: given or _UNHIDDEN for name, given in windows.items()})
-        ahead = ForwardWalk(program, None)
-        back = BackwardWalk(program, None, ahead.numbers, ahead.forward_end_ms, False)
-        start_ms = self._order.start_ms
-        forward = [(pack.op, start_ms[pack.op_event + pack.at_end]) for pack in self._packs]
+        moving = self.with_windows({name: given or _UNHIDDEN for name, given in windows.items()})
+        ahead = ForwardWalk(self, moving, None)
+        back = BackwardWalk(ahead, False)
+        start_ms = self.order.start_ms
+        forward = [(pack.op, start_ms[pack.op_event + pack.at_end]) for pack in self.packs]
         candidates = [
             Candidate(copy.size_bytes, copy.op, self._wanted[name][0], windows[name])
             for name, copy in self.copies.items()
@@ -440,19 +401,18 @@ class _Assembler:
 
     def _points(self) -> tuple[list[Pack], list[Sequence[int]]]:
         """Return packs and hooks where the engine gets control; a layer recomputed whole has one of each."""
-        order, places = self._order, self._order.places
+        order, places = self.order, self.order.places
         hooks: list[Sequence[int]] = [order.ops_of_event[op_event] for op_event in places.order]
-        if not self._checkpoints:
+        checkpoints = {fate.checkpointed: fate for fate in self.fates if fate.checkpointed is not None}
+        if not checkpoints:
             return order.packs, hooks
-        packs = [
-            pack for pack in order.packs if order.op_events[pack.op_event].call[0] not in self._checkpoints
-        ]
-        for scope, region in self._checkpoints.items():
+        packs = [pack for pack in order.packs if order.op_events[pack.op_event].call[0] not in checkpoints]
+        for scope, fate in checkpoints.items():
             op_events = order.scope_events[scope]
             for op_event in op_events:
                 if places.of_event[op_event] >= 0:
                     hooks[places.of_event[op_event]] = ()
-            if region is not None:
+            for region in fate.regions[:1]:
                 hooks[region.first_place] = (region.last_op,)
             first = order.op_events[op_events[0]]
             own = Pack(first.first_order, op_events[0], first.first_op, False)
@@ -526,19 +486,14 @@ class Simulator:
 
         Without ``curve`` this is faster, and `Prediction.memory` is empty.
         """
-        if points := compile_points_of(self.profile, plan):
-            plain = without_compile_options(self.profile, plan)
-            return self._sharing_of(points).predict(plain, link, optimizer_states_moved, curve)
-        profile, link = self.profile, link or self.profile.link
-        fates = self._fates(plan)
-        assembled = assemble(self._order, fates, plan, link)
-        duplex = None if link is None else DuplexLink(link)
-        ahead = ForwardWalk(assembled.program, duplex)
-        back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.forward_end_ms, curve)
+        profile, program = self._program(plan)
+        link = link or profile.link
+        ahead = ForwardWalk(program, program.moving(link), None if link is None else DuplexLink(link))
+        back = BackwardWalk(ahead, curve)
         away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
-        memory = MemoryCounter(self._order, fates, assembled, ahead, back, away_bytes)
+        memory = MemoryCounter(ahead, back, away_bytes)
         outside_ms, outside_bytes = outside(profile, link, optimizer_states_moved)
-        swapped_bytes = sum(moving.copy.size_bytes for moving in assembled.program.moving.values())
+        swapped_bytes = sum(moving.copy.size_bytes for moving in ahead.moving.values())
         return Prediction(
             step_ms=back.now_ms + outside_ms,
             compute_ms=profile.compute_ms,
@@ -552,45 +507,44 @@ class Simulator:
             copies=_copy_times(ahead, back),
             kept_bytes=memory.kept_bytes,
             swapped_bytes=swapped_bytes,
-            recomputed_bytes=sum(fate.dropped_bytes for fate in fates),
+            recomputed_bytes=sum(fate.dropped_bytes for fate in program.fates),
             host_bytes=swapped_bytes,
             peak_gradient_bytes=memory.peak_gradient_bytes
             if memory.peak_bytes >= outside_bytes
             else (profile.gradient_bytes or (0,))[-1],
         )
 
-    def _sharing_of(self, points: tuple[tuple[int, FrontierPoint], ...]) -> Simulator:
-        """Return the simulator of the profile in which these compiled layers save less."""
-        if points not in self._sharing:
-            self._sharing[points] = Simulator(with_compile_points(self.profile, dict(points)))
-        return self._sharing[points]
+    def _program(self, plan: MemoryPlan) -> tuple[Profile, StepProgram]:
+        """Return the program of a step under a plan, and the profile in which its compiled layers are as the
+        plan compiles them.
+        """
+        if points := compile_points_of(self.profile, plan):
+            if points not in self._sharing:
+                self._sharing[points] = Simulator(with_compile_points(self.profile, dict(points)))
+            return self._sharing[points]._program(without_compile_options(self.profile, plan))
+        return self.profile, StepProgram(self._order, self._fates(plan), plan)
 
     def windows_of(self, plan: MemoryPlan, rates: Rates) -> dict[OpCall, list[Windows]]:
         """Return windows of all that moves, by the call that makes it, as if none were written."""
-        if points := compile_points_of(self.profile, plan):
-            plain = without_compile_options(self.profile, plan)
-            return self._sharing_of(points).windows_of(plain, rates)
-        assembler = _Assembler(self._order, self._fates(plan), plan)
+        _, program = self._program(plan)
         found: dict[OpCall, list[Windows]] = {}
-        if copies := assembler.copies:
-            chosen = windows_of_all(*assembler.seen(dict.fromkeys(copies)), rates)
+        if copies := program.copies:
+            chosen = windows_of_all(*program.seen(dict.fromkeys(copies)), rates)
             for copy, windows in zip(copies.values(), chosen, strict=True):
                 found.setdefault(copy.call, []).append(windows)
         return found
 
     def fates_of(self, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
         """Return the fate of each storage, as the function `fates_of` does."""
-        if points := compile_points_of(self.profile, plan):
-            return self._sharing_of(points).fates_of(without_compile_options(self.profile, plan))
-        fates = self._fates(plan)
-        assembled = assemble(self._order, fates, plan, self.profile.link)
-        moving = {number for number, _ in assembled.program.moving}
+        profile, program = self._program(plan)
+        copies = program.moving(profile.link)
+        kept_until, moving = program.kept_until(copies), {number for number, _ in copies}
         found: list[StorageOutcome] = [
-            "recompute" if lifetime.last_place >= 0 else "unsaved" for lifetime in self._order.lifetimes
+            "recompute" if lifetime.last_place >= 0 else "unsaved" for lifetime in program.order.lifetimes
         ]
-        for fate in fates:
+        for fate in program.fates:
             for item in fate.storages:
-                if max(item.kept_place, assembled.kept_until.get(item.storage, -1)) >= 0:
+                if max(item.kept_place, kept_until.get(item.storage, -1)) >= 0:
                     found[item.storage] = "keep"
                 elif item.storage in moving:
                     found[item.storage] = "swap"
@@ -601,7 +555,7 @@ class Simulator:
         rows: defaultdict[Scope, list[PlanRow]] = defaultdict(list)
         for row in plan.rows:
             rows[row.scope].append(row)
-        # Windows are not part of the key: `assemble` looks them up.
+        # Windows are not part of the key: the program looks them up.
         keys = {scope: tuple((row.op_path, row.ordinal, row.fate) for row in rows[scope]) for scope in rows}
         found = []
         for scope, neighbours in self._neighbours.items():
@@ -612,7 +566,8 @@ class Simulator:
                 held: dict[int, Use] = {}
                 for other in neighbours:
                     held.update(self._held_in(other, part, keys.get(other, ())))
-                fate = self._known[key] = scope_fate(self._order, TicketRules(self._order, part, held), scope)
+                recomputed = RecomputedModules(part, self.profile.saved.modules)
+                fate = self._known[key] = scope_fate(self._order, recomputed, held, scope)
             found.append(fate)
         return found
 
@@ -649,29 +604,13 @@ class MemoryCounter:
     ``moved_state_bytes`` of optimizer states are on the host. The attributes are as in `Prediction`.
     """
 
-    def __init__(
-        self,
-        order: StepOrder,
-        fates: Sequence[ScopeFate],
-        assembled: Assembled,
-        ahead: ForwardWalk,
-        back: BackwardWalk,
-        moved_state_bytes: int,
-    ) -> None:
-        self._order, self._ahead, self._back = order, ahead, back
-        forward_end = len(order.op_events)
+    def __init__(self, ahead: ForwardWalk, back: BackwardWalk, moved_state_bytes: int) -> None:
+        self._order, self._ahead, self._back = ahead.program.order, ahead, back
+        order, forward_end = self._order, len(self._order.op_events)
         self._ends = [0] * (order.places.last + 2)
         self._kept, self._swapped, self._dropped = ([0] * (forward_end + 2) for _ in range(3))
         self.kept_bytes = 0
-        for fate in fates:
-            for birth, place, size_bytes in fate.kept:
-                self._kept[birth] += size_bytes
-                self._ends[place + 1] += size_bytes
-                self.kept_bytes += size_bytes
-            for birth, end, size_bytes in fate.dropped:
-                self._dropped[birth] += size_bytes
-                self._dropped[end + 1] -= size_bytes
-        self._add_moved(assembled)
+        self._add_storages()
         base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
         first = order.op_events[order.places.order[0]].backward_base_bytes if order.places.order else None
         last = order.op_events[-1].forward_base_bytes if order.op_events else 0
@@ -703,19 +642,20 @@ class MemoryCounter:
                 found.append(MemoryPoint(ms, *sizes))
         return tuple(found)
 
-    def _add_moved(self, assembled: Assembled) -> None:
-        """Add storages that move or that a region holds; in forward the base contains those not saved."""
-        forward_end = len(self._order.op_events)
-        for item in assembled.moved:
-            lifetime = self._order.lifetimes[item.storage]
+    def _add_storages(self) -> None:
+        """Add what is saved, or held by a region; in forward the base contains storages not saved."""
+        ahead, forward_end = self._ahead, len(self._order.op_events)
+        kept_until = ahead.program.kept_until(ahead.moving)
+        for item in (item for fate in ahead.program.fates for item in fate.storages):
+            lifetime = item.lifetime
             birth = lifetime.birth if lifetime.last_place >= 0 else lifetime.forward_end + 1
-            place = max(item.kept_place, assembled.kept_until.get(item.storage, -1))
+            place = max(item.kept_place, kept_until.get(item.storage, -1))
             if place >= 0:
                 self._kept[birth] += lifetime.size_bytes
                 self._ends[place + 1] += lifetime.size_bytes
                 self.kept_bytes += lifetime.size_bytes
                 continue
-            moments = [self._ahead.moments.get((item.storage, copy.number), 0) for copy in item.copies]
+            moments = [ahead.moments.get((item.storage, copy.number), 0) for copy in item.copies]
             end = max(lifetime.forward_end + 1, *moments, 0)
             part = self._swapped if item.copies else self._dropped
             part[min(birth, forward_end + 1)] += lifetime.size_bytes

@@ -12,8 +12,8 @@ Hugging Face names of this layer, the names of MindFormers' Megatron-core layers
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import split_op_path
@@ -287,11 +287,8 @@ class Match:
         return self.name.removeprefix(".")
 
 
-@dataclass
-class _Node:
-    targets: tuple[str, ...] | None = None
-    is_module: bool = False
-    children: dict[str, _Node] = field(default_factory=dict)
+Vocabulary = Mapping[str, tuple[tuple[str, ...], bool]]
+"""Path in one vocabulary -> op paths of the layer, and whether the name is a module."""
 
 
 class LayerNames:
@@ -303,21 +300,22 @@ class LayerNames:
         self.reference = reference_names(modules, functions, layer.attention_paths)
         """MindFormers' layer names."""
         megatron = megatron_names(self.reference)
-        self._trees = _tree_of_table(self.reference), _tree_of_ops(layer), _tree_of_table(megatron)
+        self._vocabularies = _of_table(self.reference), _of_ops(layer), _of_table(megatron)
 
     def match(self, op_path: str) -> list[Match]:
-        segments = split_op_path(op_path)
-        found = [list(_walk(tree, segments, "")) for tree in self._trees]
+        patterns = [_compiled(segment) for segment in split_op_path(op_path)]
+        found = [list(_matches(names, patterns)) for names in self._vocabularies]
         with_targets = (matches for matches in found if any(match.targets for match in matches))
         return next(with_targets, None) or next((matches for matches in found if matches), [])
 
     def hint(self, op_path: str) -> str:
         """Return a hint for a path that names no op: a deeper op of that name, else a similar name."""
-        reference, own, megatron = self._trees
-        names = list(dict.fromkeys(name for tree in (own, reference, megatron) for name in _paths(tree, "")))
+        reference, own, megatron = (
+            [name for name, (targets, _) in names.items() if targets] for names in self._vocabularies
+        )
+        names = list(dict.fromkeys((*own, *reference, *megatron)))
         plain = op_path.replace("\\.", ".")
-        by_reference = [*_paths(reference, ""), *names]
-        deeper = next((name for name in by_reference if name.endswith(f".{plain}")), None)
+        deeper = next((name for name in (*reference, *names) if name.endswith(f".{plain}")), None)
         hint = f"Did you mean {deeper!r}?" if deeper else nearest(plain, names)
         return hint if hint.startswith("Did") else f"Some that exist: {', '.join(names[:12])}."
 
@@ -336,57 +334,44 @@ def _compiled(segment: str) -> re.Pattern[str]:
     return re.compile(segment)
 
 
-def _walk(node: _Node, segments: tuple[str, ...], path: str) -> Iterable[Match]:
-    """Yield the matches below ``node``; functions before modules among siblings, as the reference does."""
-    pattern, last = _compiled(segments[0]), len(segments) == 1
-    hits = [(name, child) for name, child in node.children.items() if pattern.fullmatch(name)]
-    if not last:
-        for name, child in hits:
-            yield from _walk(child, segments[1:], f"{path}.{name}")
-        return
-    chosen = [(name, child) for name, child in hits if child.targets is not None]
-    chosen.sort(key=lambda hit: hit[1].is_module)
-    for position, (name, child) in enumerate(chosen):
-        full = f"{path}.{name}"
-        yield Match(
-            name=full if not path else full.removeprefix("."),
-            targets=child.targets or (),
-            is_module=child.is_module,
-            logged=position == len(chosen) - 1,
-        )
+def _matches(names: Vocabulary, patterns: Sequence[re.Pattern[str]]) -> Iterator[Match]:
+    """Yield the matches; functions before modules among siblings, as the reference does."""
+    found: dict[str, list[str]] = {}
+    for path in names:
+        parts = path.split(".")
+        if len(parts) == len(patterns) and all(map(re.Pattern.fullmatch, patterns, parts)):
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+    for siblings in found.values():
+        *_, last = ordered = sorted(siblings, key=lambda path: names[path][1])
+        for path in ordered:
+            targets, is_module = names[path]
+            yield Match(path if len(patterns) > 1 else f".{path}", targets, is_module, path == last)
 
 
-def _insert(root: _Node, path: str) -> _Node:
-    node = root
-    for name in path.split("."):
-        node = node.children.setdefault(name, _Node())
-    return node
+def _of_table(table: NameTable) -> Vocabulary:
+    around = {path[:at] for path in table for at, letter in enumerate(path) if letter == "."}
+    return _as_tree({path: (targets, path in around) for path, targets in table.items()})
 
 
-def _tree_of_table(table: NameTable) -> _Node:
-    root = _Node()
-    for path, targets in table.items():
-        _insert(root, path).targets = targets
-    for path in table:
-        node = _insert(root, path)
-        node.is_module = bool(node.children)
-    return root
-
-
-def _tree_of_ops(layer: LayerStructure) -> _Node:
-    root = _Node()
+def _of_ops(layer: LayerStructure) -> Vocabulary:
+    names: dict[str, tuple[tuple[str, ...], bool]] = {}
     for op in layer.ops:
-        node = _insert(root, op.path)
-        node.targets, node.is_module = (op.path,), op.kind == "module"
+        names[op.path] = (op.path,), op.kind == "module"
         parent, _, name = op.path.rpartition(".")
         for synonym in _SYNONYMS.get(name, ()) if op.kind == "function" else ():
-            _insert(root, f"{parent}.{synonym}" if parent else synonym).targets = (op.path,)
-    return root
+            path = f"{parent}.{synonym}" if parent else synonym
+            names[path] = (op.path,), names.get(path, ((), False))[1]
+    return _as_tree(names)
 
 
-def _paths(node: _Node, prefix: str) -> Iterable[str]:
-    for name, child in node.children.items():
-        path = f"{prefix}.{name}" if prefix else name
-        if child.targets:
-            yield path
-        yield from _paths(child, path)
+def _as_tree(names: Vocabulary) -> Vocabulary:
+    """Return the names in the order of their tree: each before those below it, siblings as they came."""
+    first: dict[str, int] = {}
+
+    def place(path: str) -> list[int]:
+        parts = path.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return [first.setdefault(name, len(first)) for name in above]
+
+    places = {path: place(path) for path in names}
+    return {path: names[path] for path in sorted(names, key=places.__getitem__)}

@@ -43,6 +43,9 @@ from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
 
 Value = TypeVar("Value")
 
+RESIDENT = 0.5
+"""`Limits.resident` on a stage of a pipeline: half of what one micro-batch swaps."""
+
 
 @dataclass(frozen=True)
 class PlanningTask:
@@ -101,7 +104,7 @@ class PlanningTask:
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
         """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
-        return limits_in_flight(Limits(0), self.in_flight).with_others(predict(profile, plan))
+        return Limits(0).shared_by(self.in_flight, RESIDENT).with_others(predict(profile, plan))
 
     @property
     def beyond_bytes(self) -> int:
@@ -117,7 +120,7 @@ class PlanningTask:
         found = limits_of(self.memory, self.budget_bytes - self.beyond_bytes, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
         found = replace(found, host_bytes=host, frees_optimizer_states=False)  # the profile lacks them
-        return limits_in_flight(found, self.in_flight)
+        return found.shared_by(self.in_flight, RESIDENT)
 
 
 def agreed_task(
@@ -156,24 +159,12 @@ def agreed_task(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
-    unplanned = unplanned or limits_in_flight(Limits(0), in_flight).with_others(predict(profile, fixed))
+    unplanned = unplanned or Limits(0).shared_by(in_flight, RESIDENT).with_others(predict(profile, fixed))
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
     return PlanningTask(
         profile, fixed, memory, budget, unplanned, states_bytes, unpredicted_bytes, step, size, in_flight
     )
-
-
-def limits_in_flight(limits: Limits, in_flight: float) -> Limits:
-    """Return ``limits`` for one of the micro-batches in flight, which share the host's memory equally.
-
-    What the others keep is on the device. Of what they swap, at most half of one micro-batch's share is
-    there, on its way out or back (`engine.schedule`).
-    """
-    if in_flight <= 1:
-        return limits
-    host = None if limits.host_bytes is None else int(limits.host_bytes / in_flight)
-    return replace(limits, host_bytes=host, waiting=in_flight - 1.0, resident=0.5)
 
 
 def agreed_step(own: RecordedStep) -> RecordedStep:

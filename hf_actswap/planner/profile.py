@@ -23,11 +23,11 @@ and named by number, and uses and op events are rows of values in a fixed order.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 from pydantic import AfterValidator, GetCoreSchemaHandler, GetPydanticSchema, PlainValidator
@@ -204,6 +204,17 @@ class Limits:
             return self
         return replace(self, host_bytes=max(self.host_bytes - profile.optimizer_state_bytes, 0))
 
+    def shared_by(self, in_flight: float, resident: float) -> Limits:
+        """Return the limits of one of the micro-batches in flight, which share the host's memory equally.
+
+        What the others keep is on the device. Of what they swap, at most ``resident`` of one micro-batch's
+        share is there, on its way out or back (`engine.schedule`).
+        """
+        if in_flight <= 1:
+            return self
+        host = None if self.host_bytes is None else int(self.host_bytes / in_flight)
+        return replace(self, host_bytes=host, waiting=in_flight - 1.0, resident=resident)
+
     def with_others(self, one: Prediction) -> Prediction:
         """Return ``one`` with the memory of a pipeline's other micro-batches added to its peak."""
         others_bytes = int(self.waiting * one.kept_bytes + self.resident * one.swapped_bytes)
@@ -293,19 +304,6 @@ class Prediction:
     peak_gradient_bytes: int = 0
 
 
-class PlacedEvent(Protocol):
-    """The attributes of an `OpEvent` that are read here; rows of a step under recording have them too."""
-
-    @property
-    def call(self) -> OpCall: ...
-
-    @property
-    def last_order(self) -> int: ...
-
-    @property
-    def backward_place(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StorageLifetime:
     """When one storage of a profile is made, used and freed; op events are given by number.
@@ -330,7 +328,7 @@ class StorageLifetime:
 class Places:
     """The op events in the order of backward; the number of one in this order is its place."""
 
-    def __init__(self, op_events: Sequence[PlacedEvent]) -> None:
+    def __init__(self, op_events: Sequence[OpEvent]) -> None:
         reached = [number for number, op_event in enumerate(op_events) if op_event.backward_place >= 0]
         self.order = sorted(reached, key=lambda number: op_events[number].backward_place)
         self.of_event = [-1] * len(op_events)
@@ -344,11 +342,10 @@ class Places:
         return self.last if place < 0 else place
 
 
-def lifetimes(
-    saved: SavedBytes, op_events: Sequence[PlacedEvent], places: Places
-) -> tuple[StorageLifetime, ...]:
+def lifetimes(saved: SavedBytes, op_events: Sequence[OpEvent], places: Places) -> tuple[StorageLifetime, ...]:
     """Return the lifetime of each storage."""
     last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
+    # a use belongs to the first op event whose orders reach it; one without uses has those of the one before
     module_ends: dict[tuple[object, str], int] = {}
     for number, op_event in enumerate(op_events):
         scope, path, _ = op_event.call
@@ -357,7 +354,7 @@ def lifetimes(
             module_ends[scope, path] = number
     found = []
     for storage in saved.storages:
-        at = tuple(event_of(last_orders, use.order) for use in storage.uses)
+        at = tuple(min(bisect_left(last_orders, use.order), len(last_orders) - 1) for use in storage.uses)
         last, end = -1, max(at)
         for use, event_number in zip(storage.uses, at, strict=True):
             scope, path, _ = use.at
@@ -368,15 +365,6 @@ def lifetimes(
         made_in = min(at) if storage.uses[0].kind in ("returned", "saved") else -1
         found.append(StorageLifetime(storage.size_bytes, min(at), made_in, end, at, last))
     return tuple(found)
-
-
-def event_of(last_orders: Sequence[int], order: int) -> int:
-    """Return the number of the op event to which the use of this order belongs.
-
-    Args:
-        last_orders: `OpEvent.last_order` of each op event, or of the one before if it has no uses.
-    """
-    return min(bisect_right(last_orders, order - 1), len(last_orders) - 1)
 
 
 def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[list[int], list[int]]:

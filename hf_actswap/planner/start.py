@@ -461,22 +461,14 @@ def _fitting(found: FilePlan, training: PlannedTraining, here: MadeFor) -> tuple
 
 
 def problems_of_planner(
-    model: nn.Module,
-    structure: ModelStructure,
-    mode: Literal["smart_swap", "adaptive"],
-    *,
-    allocator: str | None = None,
-    environment: Mapping[str, str] | None = None,
+    model: nn.Module, structure: ModelStructure, mode: Literal["smart_swap", "adaptive"]
 ) -> list[Problem]:
-    """Return the reasons why the planner cannot run with ``model``, bare or in its wrappers, on its device.
-
-    ``allocator`` and ``environment`` replace those of the device and the process.
-    """
+    """Return the reasons why the planner cannot run with ``model``, bare or wrapped, on its device."""
     root = unwrapped(model)
     layers = structure.layer_modules(root)
     device = next((weight.device for weight in root.parameters()), torch.device("cpu"))
     problems = list(_problems_of_model(model, structure))
-    problems += _problems_of_allocator(device, allocator, os.environ if environment is None else environment)
+    problems += _problems_of_allocator(device)
     if mode != "adaptive":
         return problems + problems_of_checkpointing(layers, _A_SWAP, structure.compiled)
     on = [scope for scope, layer in layers.items() if is_checkpointed(layer) or _WRAPPED in layer._modules]
@@ -504,10 +496,8 @@ def _problems_of_model(model: nn.Module, structure: ModelStructure) -> Iterator[
         yield Problem("memory.mode", "layers with fates of their own", "a model compiled whole", hint)
 
 
-def _problems_of_allocator(
-    device: torch.device, allocator: str | None, environment: Mapping[str, str]
-) -> Iterator[Problem]:
-    name = allocator_name(device) if allocator is None else allocator
+def _problems_of_allocator(device: torch.device) -> Iterator[Problem]:
+    name = allocator_name(device)
     if name not in COUNTING_ALLOCATORS:
         expected = "an allocator of PyTorch beside the planner, which asks it how much memory is in use"
         hint = (
@@ -516,7 +506,7 @@ def _problems_of_allocator(
         )
         found = f"'{name}' (torch.cuda.get_allocator_backend())"
         yield Problem("memory.mode", expected, found, hint)
-    written = [name for name in _NO_CACHING if device.type == "cuda" and environment.get(name) == "1"]
+    written = [name for name in _NO_CACHING if device.type == "cuda" and os.environ.get(name) == "1"]
     if written:
         expected = "an allocator that counts what is in use beside the planner"
         yield Problem(

@@ -10,19 +10,14 @@ sizes, the memory is that of the first, and the times are scaled to its tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any
 
-import torch
 from torch import nn
 
 from ..engine.agreement import from_all_ranks
-from ..engine.hook_wrappers import Undo, wrap_call
-from ..engine.replay import pop_leaked_hooks
-from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope
 from ..plan.model_structure import ModelStructure, unwrapped
@@ -80,7 +75,6 @@ class WarmUp:
         self.micro_batches = 1
         self.peak_bytes: int | None = None
         self._recorder: StepRecorder | None = None
-        self._held: EvictableForwards | None = None
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
         self._weights: dict[ModuleName, ModuleWeights] = {}
@@ -138,13 +132,10 @@ class WarmUp:
     def _stopped(self) -> StepRecorder | None:
         """Stop recording; return the recorder, if there was one."""
         recorder, self._recorder = self._recorder, None
-        held, self._held = self._held, None
         if recorder is not None:
             self._run.unwrap()
             self._run.idle.around_copies = nullcontext
             recorder.stop()
-        if held is not None:
-            held.stop()
         return recorder
 
     @uninterrupted()
@@ -159,7 +150,8 @@ class WarmUp:
         clock = DeviceClock(run.transfer)
         # Else evictions would count as compute, beside which fates seem to cost little.
         run.idle.around_copies = clock.pause
-        self._recorder = recorder = StepRecorder(
+        # Tensors that unrecorded micro-batches save must be evictable too: no plan is on meanwhile.
+        self._recorder = StepRecorder(
             run.training.model,
             run.training.structure,
             run.meter if self._memory is None else None,
@@ -169,9 +161,7 @@ class WarmUp:
             away_bytes=lambda: run.idle.away_bytes,
             chunks=run.training.chunks,
         )
-        self._held = EvictableForwards(run.forward_module, run.pack_handler, lambda: recorder.in_forward)
-        self._held.start()
-        recorder.start()
+        self._recorder.start()
         run.wrap()
 
     def _profile(self, recorder: StepRecorder) -> Profile:
@@ -220,48 +210,6 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
         optimizer_state_bytes=states_bytes,
         reserved_bytes=memory.reserved_bytes,
     )
-
-
-class EvictableForwards:
-    """Makes the tensors evictable that a step's unrecorded forwards save.
-
-    The recorder follows only one of a step's micro-batches, and no plan is on meanwhile. Without this class
-    the tensors saved by the others could not be evicted, and a step that does not fit would not survive.
-    Start it before the recorder, and stop it after the recorder. ``hold`` makes the ticket that takes the
-    place of a saved tensor.
-    """
-
-    def __init__(
-        self, module: nn.Module, hold: Callable[[torch.Tensor], Ticket], recorded: Callable[[], bool]
-    ) -> None:
-        self._module, self._hold, self._recorded = module, hold, recorded
-        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._undo: list[Undo] = []
-
-    def start(self) -> None:
-        self._undo = wrap_call(self._module, self._forward_starts, self._forward_ends)
-
-    def stop(self) -> None:
-        """Remove all hooks, also in mid-step after an exception. Safe to call again."""
-        self._forward_ends()
-        undo, self._undo = self._undo, []
-        for step in reversed(undo):
-            step()
-
-    def _forward_starts(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() or self._recorded():
-            return
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, restore)
-        self._saving.__enter__()
-
-    def _forward_ends(self, *_: Any) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            pop_leaked_hooks(saving.pack_hook)
-
-    def _pack(self, tensor: torch.Tensor) -> Ticket:
-        # undetached, a node's own output would keep the node alive
-        return self._hold(tensor.detach())
 
 
 def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleName, ModuleWeights]:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap.plan import model_structure
 from hf_actswap.plan.wrappers import checkpointing_argument
+from hf_actswap.planner import start
 from hf_actswap.planner.start import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
 
 MODES = ("smart_swap", "adaptive")
@@ -40,8 +41,8 @@ def switch_on(model: LlamaForCausalLM, function: Any, every: int = 1) -> None:
         layer.gradient_checkpointing, layer._gradient_checkpointing_func = index % every == 0, function
 
 
-def problems(model: nn.Module, mode: str, **how: object) -> list[str]:
-    found = problems_of_planner(model, model_structure(model), mode, **how)  # type: ignore[arg-type]
+def problems(model: nn.Module, mode: str) -> list[str]:
+    found = problems_of_planner(model, model_structure(model), mode)  # type: ignore[arg-type]
     return [str(problem) for problem in found]
 
 
@@ -94,16 +95,18 @@ def test_checkpoints_that_swap_cannot_see_beside_smart_swap(function: Any, words
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["pluggable", "something_new"])
-def test_a_foreign_allocator(mode: str, name: str) -> None:
-    (problem,) = problems(llama(), mode, allocator=name)
+def test_a_foreign_allocator(mode: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "allocator_name", lambda _: name)
+    (problem,) = problems(llama(), mode)
     assert problem.startswith("memory.mode: expected an allocator of PyTorch beside the planner")
     assert f"found '{name}'" in problem
     assert "change_current_allocator" in problem
 
 
 @pytest.mark.parametrize("name", COUNTING_ALLOCATORS)
-def test_allocators_that_count_are_welcome(name: str) -> None:
-    assert problems(llama(), "adaptive", allocator=name) == []
+def test_allocators_that_count_are_welcome(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "allocator_name", lambda _: name)
+    assert problems(llama(), "adaptive") == []
 
 
 def test_the_allocators_name_is_asked_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,19 +127,20 @@ def test_an_allocator_without_a_name_is_asked_to_count(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
-def test_no_caching_on_an_accelerator(variable: str) -> None:
+def test_no_caching_on_an_accelerator(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "allocator_name", lambda _: "native")
+    monkeypatch.setenv(variable, "1")
     model = llama()
     shape = model_structure(model)
     with FakeTensorMode():
         model.model.embed_tokens.weight = nn.Parameter(torch.empty(32, 16, device="cuda"))
-    (problem,) = problems_of_planner(
-        model, shape, "adaptive", allocator="native", environment={variable: "1"}
-    )
+    (problem,) = problems_of_planner(model, shape, "adaptive")
     assert problem.found == f"{variable}=1 in the environment"
-    for harmless in ({variable: "0"}, {}):
-        found = problems_of_planner(model, shape, "adaptive", allocator="native", environment=harmless)
-        assert found == []
-    assert problems(llama(), "adaptive", environment={variable: "1"}) == []
+    assert problems(llama(), "adaptive") == []
+    monkeypatch.setenv(variable, "0")
+    assert problems_of_planner(model, shape, "adaptive") == []
+    monkeypatch.delenv(variable)
+    assert problems_of_planner(model, shape, "adaptive") == []
 
 
 def test_threads_instead_of_processes() -> None:
@@ -145,7 +149,8 @@ def test_threads_instead_of_processes() -> None:
     assert problem.startswith("model: expected one process per device, found nn.DataParallel.")
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "allocator_name", lambda _: "pluggable")
     model = llama()
     switch_on(model, functools.partial(checkpoint, use_reentrant=False))
-    assert len(problems(nn.DataParallel(model), "adaptive", allocator="pluggable")) == 3
+    assert len(problems(nn.DataParallel(model), "adaptive")) == 3

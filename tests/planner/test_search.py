@@ -203,7 +203,7 @@ def test_eighty_layers_need_few_variables_and_few_predictions(monkeypatch: pytes
     monkeypatch.setattr(
         Search,
         "_simulated",
-        lambda self, plan, variant: predicted.append(plan) or simulated(self, plan, variant),
+        lambda self, plan, *given: predicted.append(plan) or simulated(self, plan, *given),
     )
     budget = unplanned_peak(profile) // 4
     found = find_plan(profile, replace(NOTHING, num_layers=80), Limits(budget))

@@ -25,12 +25,12 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ...engine.frozen_weights import FrozenWeights, weights_of
@@ -53,7 +53,7 @@ from ...plan.model_structure import ModelStructure, unwrapped
 from ...plan.op_facts import RANDOM_FUNCTIONS, computes, is_collective, is_communication, op_draws
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ...plan.wrappers import is_compiled
-from ..meter import Meter, runs_its_own_dispatch
+from ..meter import Meter, StartedMode, runs_its_own_dispatch
 from ..profile import OpEvent, Places, Profile, lifetimes, saved_on_device
 
 logger = logging.getLogger(__name__)
@@ -279,20 +279,7 @@ class OpEventLog:
     def op_events(self, saved: SavedBytes) -> tuple[OpEvent, ...]:
         """Return the rows as op events. Compute must have passed all stamps (`Clock.synchronize`)."""
         start_op = self._rows[0].first_op if self._rows else 0
-        places = Places(self._rows)
-        forward, backward = saved_on_device(lifetimes(saved, self._rows, places), places)
-        below: dict[int, tuple[int, int]] = {}  # a visit in which nothing ran has the one before's
-        visits = [(visit, number) for number, row in enumerate(self._rows) for visit in row.visits]
-        base_bytes = 0
-        for visit, number in sorted(visits, key=lambda item: item[0].place):
-            if visit.peak_bytes is not None:
-                base_bytes = max(0, visit.peak_bytes - backward[number])
-            below[number] = max(below.get(number, (0, 0)), (base_bytes, visit.gradient_bytes))
-        self.gradients_below = (
-            *(below.get(number, (0, 0))[1] for number in range(len(self._rows))),
-            self._gradient_bytes(),
-        )
-        return tuple(
+        op_events = [
             OpEvent(
                 call=row.call,
                 first_order=row.first_order,
@@ -301,13 +288,32 @@ class OpEventLog:
                 num_ops=row.num_ops,
                 forward_ms=max(0.0, row.end.ms_since(row.start)),
                 backward_ms=sum(max(0.0, visit.end.ms_since(visit.start)) for visit in row.visits),
-                forward_base_bytes=max(0, row.peak_bytes - forward[number]),
-                backward_base_bytes=below.get(number, (0, 0))[0],
+                forward_base_bytes=row.peak_bytes,
+                backward_base_bytes=0,
                 backward_place=row.backward_place,
                 communicates=row.communicates,
                 random=row.random,
             )
-            for number, row in enumerate(self._rows)
+            for row in self._rows
+        ]
+        places = Places(op_events)
+        forward, backward = saved_on_device(lifetimes(saved, op_events, places), places)
+        below: dict[int, tuple[int, int]] = {}  # a visit in which nothing ran has the one before's
+        visits = [(visit, number) for number, row in enumerate(self._rows) for visit in row.visits]
+        base_bytes = 0
+        for visit, number in sorted(visits, key=lambda item: item[0].place):
+            if visit.peak_bytes is not None:
+                base_bytes = max(0, visit.peak_bytes - backward[number])
+            below[number] = max(below.get(number, (0, 0)), (base_bytes, visit.gradient_bytes))
+        bases = [below.get(number, (0, 0)) for number in range(len(op_events))]
+        self.gradients_below = (*(gradient_bytes for _, gradient_bytes in bases), self._gradient_bytes())
+        return tuple(
+            replace(
+                op_event,
+                forward_base_bytes=max(0, op_event.forward_base_bytes - saved_bytes),
+                backward_base_bytes=backward_base_bytes,
+            )
+            for op_event, saved_bytes, (backward_base_bytes, _) in zip(op_events, forward, bases, strict=True)
         )
 
     def hooks(self) -> tuple[tuple[int, int], ...]:
@@ -402,7 +408,8 @@ class StepRecorder:
         model: the model as it trains, wrapped or not.
         structure: structure of the model. Only the decoder's layers are distinguished.
         meter: measures device memory, and has been started. ``None``: memory is not measured.
-        hold: makes the ticket that takes a saved tensor's place; `engine.tickets.restore` gets it back.
+        hold: makes the ticket that takes a saved tensor's place, in forwards that are not recorded too;
+            `engine.tickets.restore` gets it back.
         compiles: whether compiled modules run compiled (on fake tensors they do not).
         device: the device on which the model computes; ``None``: that of its first parameter.
         forwards_before: number of forwards with gradients (micro-batches) before the one that is recorded.
@@ -467,11 +474,6 @@ class StepRecorder:
         return frozenset(index for index, layer in layers if layer.compiled or self._whole)
 
     @property
-    def in_forward(self) -> bool:
-        """Whether a forward is being recorded at present."""
-        return self._inside is not None
-
-    @property
     def complete(self) -> bool:
         """Whether a forward has been recorded, and a backward through it has begun."""
         return not self._chunks_left and self._log.turned
@@ -520,7 +522,6 @@ class StepRecorder:
         link: Link | None = None,
         optimizer_state_bytes: int = 0,
         outside_ms: float | None = None,
-        outside_base_bytes: int | None = None,
         weight_bytes: int = 0,
         source: Literal["measured", "shapes"] = "measured",
     ) -> Profile:
@@ -531,7 +532,6 @@ class StepRecorder:
             link: measured rates of the link; ``None``: copies do not overlap compute.
             optimizer_state_bytes: bytes of this rank's optimizer states on the device.
             outside_ms: time outside forward and backward; ``None``: from the end of backward to `stop`.
-            outside_base_bytes: the most device memory in use in that time; ``None``: as measured in it.
             weight_bytes: bytes of this rank's weights on the device; 0: not known.
 
         Raises:
@@ -545,8 +545,6 @@ class StepRecorder:
             outside_ms = max(0.0, between[1].ms_since(between[0])) if between is not None else 0.0
         if device_bytes is None:
             device_bytes = self._meter.limit_bytes() if self._meter is not None else 0
-        if outside_base_bytes is None:
-            outside_base_bytes = self._log.outside_peak_bytes
         op_events = self._log.op_events(self._saved)
         return Profile(
             saved=self._saved,
@@ -561,7 +559,7 @@ class StepRecorder:
             device=device,
             device_bytes=device_bytes,
             outside_ms=outside_ms,
-            outside_base_bytes=outside_base_bytes,
+            outside_base_bytes=self._log.outside_peak_bytes,
             optimizer_state_bytes=optimizer_state_bytes,
             reserved_bytes=self._reserved_bytes,
             signature=signature(self._saved),
@@ -577,10 +575,13 @@ class StepRecorder:
 
     @uninterrupted()
     def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._chunks_left or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        if self._forwards_before > 0:
-            self._forwards_before -= 1
+        if not self._chunks_left or self._forwards_before > 0:
+            self._forwards_before = max(self._forwards_before - 1, 0)
+            if self._hold is not keep:
+                self._saving = torch.autograd.graph.saved_tensors_hooks(self._held, restore)
+                self._saving.__enter__()
             return
         self._chunks_left -= 1
         self._batch_shape = batch_shape(args, kwargs)
@@ -600,13 +601,15 @@ class StepRecorder:
     @uninterrupted()
     def _leave_forward(self, *_: Any) -> None:
         inside, self._inside = self._inside, None
+        if inside is not None:
+            self._log.in_forward = False
+            if function_mode_is_innermost(self._uses):
+                self._uses.__exit__(None, None, None)
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            pop_leaked_hooks(saving.pack_hook)
         if inside is None:
             return
-        self._log.in_forward = False
-        if function_mode_is_innermost(self._uses):
-            self._uses.__exit__(None, None, None)
-        pop_leaked_hooks(self._saving.pack_hook)
-        self._saving = None
         inside.close()
         if self._chunks_left:
             self._log.pause()
@@ -615,8 +618,11 @@ class StepRecorder:
         self._log.enters(call)
 
     def _pack(self, tensor: torch.Tensor) -> Ticket:
-        """Return the ticket of the detached tensor: else an output keeps its node alive, a view its base."""
         self._log.packs()
+        return self._held(tensor)
+
+    def _held(self, tensor: torch.Tensor) -> Ticket:
+        """Return the ticket of the detached tensor: else an output keeps its node alive, a view its base."""
         return self._hold(tensor.detach())
 
     def _unpack(self, ticket: Ticket) -> torch.Tensor:
@@ -648,7 +654,7 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
     return ()
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch(StartedMode):
     """A dispatch mode that reports each aten op that computes, in forward and in backward.
 
     The log is told of the node that runs it too. Copies of the model's frozen weights are no ops of the step.
@@ -657,11 +663,6 @@ class OpWatch(TorchDispatchMode):
     def __init__(self, log: OpEventLog, clock: Clock, weights: FrozenWeights | None = None) -> None:
         super().__init__()
         self._log, self._clock, self._weights = log, clock, weights
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled regions stay compiled. Else what first runs in the mode never compiles."""
-        return True
 
     def __torch_dispatch__(
         self,

@@ -149,15 +149,8 @@ class Found:
     bound_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    plan: MemoryPlan
-    prediction: Prediction
-    solution: Solution | None
-
-
-def _peak_bytes(tried: _Tried) -> int:
-    return tried.prediction.peak_bytes
+def _peak_bytes(found: Found) -> int:
+    return found.prediction.peak_bytes
 
 
 def find_plan(
@@ -187,9 +180,7 @@ def find_plan(
     """
     search = Search(profile, fixed, limits, safety, without)
     best = search.best(rounds, search_least)
-    bound = best.solution.bound_ms if best.solution is not None else 0.0
-    bound_ms = profile.compute_ms + profile.outside_ms + bound
-    return Found(best.plan, search.with_curve(best.plan), bound_ms)
+    return replace(best, prediction=search.with_curve(best.plan))
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
@@ -202,8 +193,7 @@ def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Found:
 
     The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
     """
-    least = Search(profile, fixed, limits, SAFETY).least()
-    return Found(least.plan, least.prediction, 0.0)
+    return replace(Search(profile, fixed, limits, SAFETY).least(), bound_ms=0.0)
 
 
 def candidates(
@@ -265,13 +255,13 @@ class Search:
         self.segments = segments_of(replace(profile, link=link), fixed, limits)
         self._simulator = Simulator(profile)
         self._solved: dict[int | None, Solution | None] = {}
-        self._simulations: list[_Tried] = []
+        self._simulations: list[Found] = []
         self._points = tuple(point for point in offered_points(profile) if point.variant not in without)
 
-    def best(self, rounds: int = _ROUNDS, search_least: bool = True) -> _Tried:
+    def best(self, rounds: int = _ROUNDS, search_least: bool = True) -> Found:
         """Return the fastest plan that fits."""
         limit = self._limits.device_bytes
-        unplanned = self._simulated(self._fixed, None)
+        unplanned = self._simulated(self._fixed)
         if unplanned.prediction.peak_bytes <= limit:
             return unplanned
         fitting = list(self._plans_near(limit, unplanned, rounds))
@@ -282,7 +272,7 @@ class Search:
             fitting = [one for one in self._simulations if one.prediction.peak_bytes <= limit]
         return min(fitting, key=lambda tried: (tried.prediction.step_ms, tried.prediction.peak_bytes))
 
-    def least(self) -> _Tried:
+    def least(self) -> Found:
         """Return the plan with the least peak: the program's own, then lower ones until nothing fits.
 
         Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
@@ -292,8 +282,8 @@ class Search:
         if self._profile.link is None and any(op_event.forward_ms != 1.0 for op_event in op_events):
             timeless = tuple(replace(op_event, forward_ms=1.0, backward_ms=1.0) for op_event in op_events)
             profile = replace(self._profile, op_events=timeless)
-            return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan, None)
-        unplanned = self._simulated(self._fixed, None)
+            return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan)
+        unplanned = self._simulated(self._fixed)
         tried = [unplanned]
         if (solution := self._solution(None)) is not None:
             tried += self._plans_of(solution)
@@ -305,7 +295,7 @@ class Search:
             least = min(lower, key=_peak_bytes)
         return least
 
-    def _plans_near(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
+    def _plans_near(self, limit: int, unplanned: Found, rounds: int) -> Iterator[Found]:
         """Solve for plans whose peaks come closer and closer to the limit; yield those that fit."""
         target, too_small = limit, 0
         near = max(int((unplanned.prediction.peak_bytes - limit) * _NEAR), 1)
@@ -350,7 +340,7 @@ class Search:
             found.append(known[key])
         return found
 
-    def _plans_of(self, solution: Solution) -> list[_Tried]:
+    def _plans_of(self, solution: Solution) -> list[Found]:
         """Return the plan of a solution, then the same plan with shorter windows."""
         segments, options = list(map(as_chosen, self.segments, solution.options)), solution.options
         opened = plan_of(segments, options, self._fixed, {}, self._min_bytes)
@@ -363,12 +353,14 @@ class Search:
             tried.append(self._simulated(plan, solution))
         return tried
 
-    def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:
+    def _simulated(self, plan: MemoryPlan, solution: Solution | None = None) -> Found:
         moved = self._limits.frees_optimizer_states
         prediction = self._simulator.predict(plan, optimizer_states_moved=moved, curve=False)
-        tried = _Tried(plan, self._limits.with_others(prediction), solution)
-        self._simulations.append(tried)
-        return tried
+        bound_ms = self._profile.compute_ms + self._profile.outside_ms
+        bound_ms += solution.bound_ms if solution is not None else 0.0
+        found = Found(plan, self._limits.with_others(prediction), bound_ms)
+        self._simulations.append(found)
+        return found
 
     def with_curve(self, plan: MemoryPlan) -> Prediction:
         """Return the prediction of a plan, with its memory over time (`Prediction.memory`)."""
@@ -451,11 +443,9 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
     found = [pipeline.step(fixed, moved)]
     searched = []
     for stage, plan in zip(pipeline.stages, fixed, strict=True):
-        waiting = max(float(stage.in_flight) - 1, 0.0)
-        host = None if limits.host_bytes is None else int(limits.host_bytes / (1 + waiting))
-        own = replace(limits, device_bytes=budget - stage.buffer_bytes, waiting=waiting, host_bytes=host)
-        resident = 2 * REACH if waiting and pipeline.crosses else 0.0
-        searched.append(_Searched(stage, plan, replace(own, resident=resident)))
+        shared = limits.shared_by(float(stage.in_flight), 2 * REACH if pipeline.crosses else 0.0)
+        own = replace(shared, device_bytes=budget - stage.buffer_bytes)
+        searched.append(_Searched(stage, plan, own))
     cycle_ms = max(work.forward_ms + work.backward_ms for work in found[0].works)
     due = [peak > budget for peak in found[0].peaks_bytes]
     plans = list(fixed)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.saved_bytes import OpCall, RecomputedModules, Use
-from ..profile import Limits, OpEvent, Places, Profile, event_of
+from ..profile import Limits, OpEvent, Places, Profile, lifetimes
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""
@@ -183,17 +182,19 @@ def _segment_of_events(profile: Profile) -> Iterator[int]:
 
 
 class _UsesBySegment:
-    """Finds the op event and the segment of a use; knows which storages several segments read."""
+    """The uses of storages by segment; knows which storages several segments read."""
 
     def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
-        self._last_orders = list(accumulate((op_event.last_order for op_event in profile.op_events), max))
         self.segment_of_events = whose
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
+        """Segment -> number of a storage -> (op event, use)."""
         self.shared: set[int] = set()
-        for number, storage in enumerate(profile.saved.storages):
+        found = lifetimes(profile.saved, profile.op_events, Places(profile.op_events))
+        self.last_events = [lifetime.op_events[-1] for lifetime in found]
+        """For each storage, the op event of its last use."""
+        for number, (storage, lifetime) in enumerate(zip(profile.saved.storages, found, strict=True)):
             readers: set[int] = set()
-            for use in storage.uses:
-                op_event = self.op_event(use)
+            for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
                 segment = whose[op_event]
                 self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
                 if use.kind == "saved" and not is_handed_on(use.producer):
@@ -201,9 +202,6 @@ class _UsesBySegment:
                     readers |= {segment, home if isinstance(home, int) else segment}
             if len(readers) > 1:
                 self.shared.add(number)
-
-    def op_event(self, use: Use) -> int:
-        return event_of(self._last_orders, use.order)
 
 
 def is_handed_on(producer: OpCall) -> bool:
@@ -314,7 +312,7 @@ class _Builder:
         if shared:
             saved.append((len(self._op_events) - 1, self._maker(producer, True)))
         storage = self._profile.saved.storages[number]
-        goes_on = any(self._uses.op_event(use) not in self._local for use in storage.uses[-1:])
+        goes_on = self._uses.last_events[number] not in self._local
         moved = max((use.size_bytes for _, use in found), default=0)
         return GraphStorage(
             storage.size_bytes,

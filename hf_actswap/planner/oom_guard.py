@@ -59,6 +59,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call, replace_forward
+from ..engine.replay import random_state, set_random_state
 from ..engine.stats import gib_text
 from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
@@ -131,35 +132,23 @@ def failure_of(error: BaseException) -> Failure | None:
     return Failure(text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))
 
 
-class RandomStates:
-    """Saves the state of the generator that an op on one device (with its index) draws from."""
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: its generator has no state to save meanwhile."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._default: torch.Generator | None = torch.default_generator if device.type == "cpu" else None
 
-    def capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured: its generator has no state to save meanwhile."""
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def saved_random_state(
+    device: torch.device, generator: torch.Generator | None = None
+) -> Callable[[], None] | None:
+    """Return a function that restores the present random state; ``None`` while a graph is captured.
 
-    def saved(self, generator: torch.Generator | None) -> Callable[[], None] | None:
-        """Return a function that restores the present state; ``None`` while a graph is captured.
-
-        ``generator`` is the one that the op was given; ``None``: the device's default one.
-        """
-        if self.capturing():
-            return None
-        chosen = generator or self._default
-        if chosen is None:
-            module, index = torch.get_device_module(self._device), self._device.index
-            number = module.current_device() if index is None else index
-            chosen = self._default = module.default_generators[number]
-        state = chosen.get_state()
-
-        def restore() -> None:
-            chosen.set_state(state)
-
-        return restore
+    ``generator`` is the one that an op was given; ``None``: it draws from a default one.
+    """
+    if is_captured(device):
+        return None
+    if generator is not None:
+        return partial(generator.set_state, generator.get_state())
+    return partial(set_random_state, random_state(device))
 
 
 _LEAST_EVICTED_BYTES = 2**20
@@ -243,7 +232,6 @@ class OomGuard(StartedMode):
         super().__init__()
         self._least_budget = least_budget
         self._meter, self._idle, self._device = meter, idle, idle.device
-        self._random = RandomStates(self._device)
         self._traits: dict[Any, OpTraits] = {}
         self._room: dict[_Key, int] = {}
         self._called: dict[int, tuple[_Key, int]] = {}
@@ -281,7 +269,7 @@ class OomGuard(StartedMode):
         key = name, tuple(leaf.nbytes for leaf in written)
         self.make_room(name, self._room.get(key, 0))
         versions = [tensor._version for tensor in written]
-        states, before_bytes = self._random.saved(None), self._bytes_without_evictions()
+        states, before_bytes = saved_random_state(self._device), self._bytes_without_evictions()
 
         def run() -> tuple[Any, Failure | None]:
             return attempt(function, args, kwargs)
@@ -315,7 +303,7 @@ class OomGuard(StartedMode):
             traits = self._traits[func] = _traits_of(func)
         if traits.why_once:
             return self._run_once(func, args, kwargs, traits)
-        states = self._random.saved(kwargs.get("generator")) if traits.random else None
+        states = saved_random_state(self._device, kwargs.get("generator")) if traits.random else None
         result, failure = attempt(func, args, kwargs)
         if failure is None:
             return result
@@ -333,7 +321,7 @@ class OomGuard(StartedMode):
         while failure is not None:
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
             asked_bytes = max(wanted_bytes, 2 * asked_bytes)
-            if self._random.capturing() or not (self._evict(asked_bytes) or self._meter.let_go()):
+            if is_captured(self._device) or not (self._evict(asked_bytes) or self._meter.let_go()):
                 why = "Nothing idle is left to evict."
                 if idle_bytes := self._idle.idle_bytes:
                     why = (
@@ -369,7 +357,7 @@ class OomGuard(StartedMode):
 
     def make_room(self, name: str, wanted_bytes: int) -> None:
         """Evict until ``wanted_bytes`` are free, if possible, before the op ``name`` runs."""
-        if not wanted_bytes or self._random.capturing():
+        if not wanted_bytes or is_captured(self._device):
             return
         missing_bytes = self._meter.allocated_bytes() + wanted_bytes - self._meter.limit_bytes()
         if missing_bytes > 0 and self._evict(missing_bytes):
@@ -572,7 +560,7 @@ class Retry:
     ) -> None:
         self._missed = missed
         self._ready, self._ran_out, self._ahead = ready, ran_out, ahead
-        self._random = [RandomStates(item) for item in {torch.device("cpu"), device}]
+        self._device = device
         self._model = model
         self._exchanges = CommunicationCheck(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
@@ -665,7 +653,7 @@ class Retry:
         undo: Callable[[], None],
         again: Callable[[], Value],
     ) -> Value:
-        restore = [state for state in (item.saved(None) for item in self._random) if state is not None]
+        restore = saved_random_state(self._device)
         try:
             return run()
         except RuntimeError as error:
@@ -675,7 +663,7 @@ class Retry:
             if failure is None or not stage or final:
                 raise
             why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
-            if len(restore) < len(self._random):
+            if restore is None:
                 why = "a graph of the accelerator is being captured"
             if why is not None:
                 raise _explained(failure, what, why, stage) from error
@@ -684,8 +672,8 @@ class Retry:
         gc.collect()
         self._ran_out(failure)
         logger.warning("%s ran out of memory (%s) and is run again under the guard", what, failure.text)
-        for state in restore:
-            state()
+        assert restore is not None  # else there was a reason
+        restore()
         return again()
 
 

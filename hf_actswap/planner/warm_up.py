@@ -10,7 +10,6 @@ sizes, the memory is that of the first, and the times are scaled to its tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -19,7 +18,6 @@ from torch import nn
 
 from ..engine.agreement import from_all_ranks
 from ..interrupts import uninterrupted
-from ..plan.actions import Scope
 from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.wrappers import called_modules, uncompiled
 from .profile import Profile
@@ -219,7 +217,9 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
     """
     seen: set[int] = set()
     found: dict[ModuleName, ModuleWeights] = {}
-    for scope, module in _scope_modules(root, structure):
+    # in backward's order: of a weight that head and embedding share, the head allocates the gradient
+    for scope, place in reversed(structure.decoder.scopes.items()):
+        module = root.get_submodule(place)
         sharded_bytes = (
             _GATHERED * sum(weight.nbytes for weight in module.parameters()) if structure.sharded else 0
         )
@@ -240,13 +240,3 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
             if new or passing:
                 found[scope, path] = ModuleWeights(new, passing)
     return found
-
-
-def _scope_modules(root: nn.Module, structure: ModelStructure) -> Iterator[tuple[Scope, nn.Module]]:
-    """Yield scopes with their modules in backward's order: the first allocates a shared weight's gradient."""
-    paths: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
-    paths |= {layer.index: layer.module_path for layer in reversed(structure.layers)}
-    paths["embedding"] = structure.embedding
-    for scope, path in paths.items():
-        if path is not None:
-            yield scope, root.get_submodule(path)

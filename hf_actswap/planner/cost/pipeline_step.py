@@ -104,24 +104,6 @@ class SimulatedStage:
 
 
 @dataclass(frozen=True)
-class StageRun:
-    """What a stage does in a step.
-
-    Args:
-        busy_ms: time of its passes, of which ``stall_ms`` are waits for copies.
-        ends_ms: when each of its passes ends.
-        peak_bytes: the most device memory in use during passes.
-        swapped_bytes: the most bytes of swapped storages that are on the device.
-    """
-
-    busy_ms: float
-    stall_ms: float
-    ends_ms: tuple[float, ...]
-    peak_bytes: int
-    swapped_bytes: int
-
-
-@dataclass(frozen=True)
 class PipelineStep:
     """A step, with the plan, the work, the run and the peak of device memory of each stage.
 
@@ -230,7 +212,9 @@ def run_step(
         ValueError: a pass waits for one that no stage runs.
     """
     ends: dict[Pass, float] = {}
-    stages = [_Stage(work, order, chunks, crosses, frees) for work, order in zip(works, orders, strict=True)]
+    stages = [
+        StageRun(work, order, chunks, crosses, frees) for work, order in zip(works, orders, strict=True)
+    ]
     last = chunks * len(stages) - 1
     while any(stage.left for stage in stages):
         before = len(ends)
@@ -244,31 +228,31 @@ def run_step(
                 ends[one] = stage.run(ends.get(needed, 0.0), one.chunk // len(stages))
         if len(ends) == before:
             raise ValueError(f"no stage can go on: {[stage.left[0] for stage in stages if stage.left]}")
-    return tuple(stage.result() for stage in stages)
+    return tuple(stages)
 
 
 class _Group:
     """A simulated swapped storage, with what `PassOrder` asks of a `SwapGroup`."""
 
-    def __init__(self, stage: _Stage, item: Moving, number: int) -> None:
+    def __init__(self, stage: StageRun, item: Moving, number: int) -> None:
         self._stage, self._place, self._number = stage, "device", number
         self.size_bytes, self.born_op, self.last_use = item.size_bytes, item.born_op, item.read_op
         self.prefetch_ops = item.windows.prefetch_ops
-        stage.swapped_bytes += item.size_bytes
+        stage.resident_bytes += item.size_bytes
         stage.link.enqueue(stage.link.out, number, item.size_bytes, stage.now_ms)
 
     def release(self) -> None:
         if self._place == "device":
             self._stage.wait(self._stage.link.out, self._number)
             self._place = "host"
-            self._stage.swapped_bytes -= self.size_bytes
+            self._stage.resident_bytes -= self.size_bytes
 
     def fetch(self) -> None:
         if self._place == "host":
             self._place = "back"
             link = self._stage.link
             link.enqueue(link.back, self._number, self.size_bytes, self._stage.now_ms)
-            self._stage.swapped_bytes += self.size_bytes
+            self._stage.resident_bytes += self.size_bytes
 
     def read(self) -> None:
         self.fetch()
@@ -276,7 +260,7 @@ class _Group:
             self._stage.wait(self._stage.link.back, self._number)
 
     def free(self) -> None:
-        self._stage.swapped_bytes -= self.size_bytes
+        self._stage.resident_bytes -= self.size_bytes
 
 
 class _Backward:
@@ -297,15 +281,25 @@ class _Backward:
         self.watcher = watcher
 
 
-class _Stage:
+class StageRun:
+    """What a stage does in a step.
+
+    Attributes:
+        left: the passes that it has not run yet.
+        busy_ms: time of its passes, of which ``stall_ms`` are waits for copies.
+        ends_ms: when each of its passes ends.
+        peak_bytes: the most device memory in use during passes.
+        swapped_bytes: the most bytes of swapped storages that are on the device.
+    """
+
     def __init__(
         self, work: StageWork, order: Sequence[Pass], chunks: int, crosses: bool, frees: bool
     ) -> None:
         self._work, self._chunks, self._frees = work, chunks, frees
         self.left, self.link = deque(order), DuplexLink(work.link)
-        self.now_ms, self.swapped_bytes = 0.0, 0
-        self._stall_ms, self._busy_ms, self._peak_bytes, self._most_swapped = 0.0, 0.0, 0, 0
-        self._ends: list[float] = []
+        self.now_ms, self.resident_bytes = 0.0, 0
+        self.stall_ms, self.busy_ms, self.peak_bytes, self.swapped_bytes = 0.0, 0.0, 0, 0
+        self.ends_ms: list[float] = []
         self._count = 0
         self._passes = PassOrder()
         if crosses:
@@ -333,8 +327,8 @@ class _Stage:
             self._live[key] = self._forward(ops, others)
             losses = work.loss_bytes if part == self._chunks - 1 else 0
             self._held[one.micro_batch] = work.kept_bytes * (part + 1) // self._chunks + losses
-        self._busy_ms += self.now_ms - start_ms
-        self._ends.append(self.now_ms)
+        self.busy_ms += self.now_ms - start_ms
+        self.ends_ms.append(self.now_ms)
         return self.now_ms
 
     def _learn_lengths(self, chunks: Iterable[int]) -> None:
@@ -349,13 +343,8 @@ class _Stage:
 
     def wait(self, lane: Lane, number: int) -> None:
         ended_ms = self.link.wait(lane, number, self.now_ms)
-        self._stall_ms += ended_ms - self.now_ms
+        self.stall_ms += ended_ms - self.now_ms
         self.now_ms = ended_ms
-
-    def result(self) -> StageRun:
-        return StageRun(
-            self._busy_ms, self._stall_ms, tuple(self._ends), self._peak_bytes, self._most_swapped
-        )
 
     def _forward(self, ops: range, others: int) -> tuple[list[_Group], _Backward]:
         queue: Any = self._passes.releases(ops.start)
@@ -398,5 +387,5 @@ class _Stage:
             self.now_ms += self._work.backward_ms / OPS
 
     def _count_bytes(self, others: int) -> None:
-        self._most_swapped = max(self._most_swapped, self.swapped_bytes)
-        self._peak_bytes = max(self._peak_bytes, others + self.swapped_bytes)
+        self.swapped_bytes = max(self.swapped_bytes, self.resident_bytes)
+        self.peak_bytes = max(self.peak_bytes, others + self.resident_bytes)

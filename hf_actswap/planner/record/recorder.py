@@ -195,8 +195,6 @@ class OpEventLog:
         self.outside_peak_bytes = 0
         self.gradients_below: tuple[int, ...] = ()
         """`Profile.gradient_bytes`, once `op_events` has been called."""
-        self.on_backward: Callable[[], None] | None = None
-        """Called when backward begins, from the thread that runs it."""
 
     def start(self) -> None:
         """Begin to record a forward, or that of the next chunk."""
@@ -243,8 +241,7 @@ class OpEventLog:
             self._backward = running_backward()
             self._look()
             self._since = self._clock.stamp()
-            if self.on_backward is not None:
-                self.on_backward()
+            self._end_with_backward()
         if running_backward() != self._backward:
             return
         at = bisect_right(self._first_nodes, node) - 1
@@ -375,9 +372,12 @@ class OpEventLog:
         """End forward at ``node``, built last and run first: backward's thread has its own node counter."""
         self.turned, self._backward = True, running_backward()
         self._finish_forward(node + 1)
-        if self.on_backward is not None:
-            self.on_backward()
+        self._end_with_backward()
         self._visit(self._rows[-1])
+
+    def _end_with_backward(self) -> None:
+        # Only while a node runs; what comes after backward (clipping, the optimizer) is not charged to it.
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _visit(self, row: _Row) -> None:
         if row.backward_place < 0:
@@ -441,9 +441,6 @@ class StepRecorder:
         opaque = compiles and any(is_compiled(module) for module in model.modules())
         if device is None:
             device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
-        self._uses = ForwardRecorder(
-            self._structure.scopes, self._structure.attention, device, self._enters, compiles, inner_tensors
-        )
         self._log = OpEventLog(
             meter,
             clock,
@@ -454,8 +451,9 @@ class StepRecorder:
             gradient_bytes or (lambda: 0),
             chunks,
         )
+        scopes, attention = self._structure.scopes, self._structure.attention
+        self._uses = ForwardRecorder(scopes, attention, device, self._log.enters, compiles, inner_tensors)
         self._counts_gradients = gradient_bytes is not None
-        self._log.on_backward = self._backward_begins
         self._watch = None if opaque else OpWatch(self._log, clock, weights_of(self._root))
         self._undo: list[Callable[[], None]] = []
         self._inside: ExitStack | None = None
@@ -614,9 +612,6 @@ class StepRecorder:
         if self._chunks_left:
             self._log.pause()
 
-    def _enters(self, call: OpCall) -> None:
-        self._log.enters(call)
-
     def _pack(self, tensor: torch.Tensor) -> Ticket:
         self._log.packs()
         return self._held(tensor)
@@ -630,10 +625,6 @@ class StepRecorder:
         if node is not None and self._started:
             self._log.reached(node)
         return restore(ticket)
-
-    def _backward_begins(self) -> None:
-        # Only while a node runs; what comes after backward (clipping, the optimizer) is not charged to it.
-        torch.autograd.Variable._execution_engine.queue_callback(self._log.end_backward)
 
 
 def signature(saved: SavedBytes) -> str:

@@ -29,12 +29,12 @@ import numpy as np
 
 from ..profile import CompileVariant, Limits
 from .layer_graph import Segment
-from .layer_options import LinkRate, Option, need_scipy
+from .layer_options import LinkRate, Option
 
 try:
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp
     from scipy.sparse import csr_array, vstack
-except ImportError:  # `need_scipy` raises
+except ImportError:  # `Search` raises
     milp = None
 
 MIB = 2.0**20
@@ -77,7 +77,6 @@ def solve(
 
     In place of ``limits.device_bytes`` stands ``device_bytes``; ``None``: as little as possible, at any cost.
     """
-    need_scipy()
     program = _Program(segments, options, link_rate, limits, device_bytes)
     relaxed = program.relaxed()
     if relaxed is None:

@@ -306,7 +306,6 @@ def need_scipy() -> None:
 
 def best_runs(graph: LayerGraph) -> list[frozenset[int]]:
     """Return the sets of calls that are best to run again at some price of a byte, from few to many."""
-    need_scipy()
     cuts = _Cuts(graph)
     lowest, highest = cuts.at(0.0), cuts.at(cuts.highest)
     found = {lowest: cuts.cost(lowest), highest: cuts.cost(highest)}

@@ -139,7 +139,7 @@ def is_captured(device: torch.device) -> bool:
 
 def saved_random_state(
     device: torch.device, generator: torch.Generator | None = None
-) -> Callable[[], None] | None:
+) -> Callable[[], object] | None:
     """Return a function that restores the present random state; ``None`` while a graph is captured.
 
     ``generator`` is the one that an op was given; ``None``: it draws from a default one.
@@ -314,7 +314,7 @@ class OomGuard(StartedMode):
         run: Callable[[], tuple[Any, Failure | None]],
         name: str,
         failure: Failure | None,
-        states: Callable[[], None] | None,
+        states: Callable[[], object] | None,
     ) -> Any:
         # Not in `except`: tracebacks hold tensors.
         asked_bytes, result = 0, None

@@ -217,8 +217,8 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
     """
     seen: set[int] = set()
     found: dict[ModuleName, ModuleWeights] = {}
-    # in backward's order: of a weight that head and embedding share, the head allocates the gradient
-    for scope, place in reversed(structure.decoder.scopes.items()):
+    # the last first: of a weight that head and embedding share, the head allocates the gradient
+    for scope, place in reversed([*structure.decoder.scopes.items()]):
         module = root.get_submodule(place)
         sharded_bytes = (
             _GATHERED * sum(weight.nbytes for weight in module.parameters()) if structure.sharded else 0

@@ -6,6 +6,7 @@ rank; ranks that must decide alike exchange their results and take the `slowest`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -46,6 +47,20 @@ class Link:
 
     def in_ms(self, size_bytes: int) -> float:
         return size_bytes / self.in_bytes_per_ms + self.latency_ms
+
+    def slowed(self, factor: float) -> Link:
+        """Return a link on which copies take ``factor`` times as long."""
+        return Link(
+            self.out_bytes_per_ms / factor,
+            self.in_bytes_per_ms / factor,
+            self.out_beside_in_bytes_per_ms / factor,
+            self.in_beside_out_bytes_per_ms / factor,
+            self.latency_ms * factor,
+        )
+
+
+NO_COPIES = Link(math.inf, math.inf, math.inf, math.inf, 0.0)
+"""For what has no link: copies take no time."""
 
 
 class Lane:

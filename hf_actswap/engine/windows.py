@@ -44,7 +44,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from ..plan.actions import Windows
 from .link import Link
@@ -214,21 +213,11 @@ def choose_windows(
     )
 
 
-class Rates(Protocol):
-    """How long copies take."""
-
-    def out_ms(self, size_bytes: int) -> float:
-        """To the host."""
-
-    def in_ms(self, size_bytes: int) -> float:
-        """Back to the device."""
-
-
 def windows_of_all(
     candidates: Sequence[Candidate],
     moments_ms: Sequence[tuple[float, float]],
     timeline: Timeline,
-    rates: Rates,
+    link: Link,
 ) -> list[Windows]:
     """Return windows for candidates that are all swapped; copies that cannot be hidden begin with backward.
 
@@ -236,10 +225,10 @@ def windows_of_all(
         candidates: in the order in which they are saved.
         moments_ms: for each, when its copy out can start, and when backward reads it.
         timeline: compute without stalls.
-        rates: how long copies take.
+        link: how long copies take.
     """
     hooks = HookTimes(timeline)
-    queue = _queue(candidates, (), timeline, hooks, rates, 1.0, NEVER)
+    queue = _queue(candidates, (), timeline, hooks, link, 1.0, NEVER)
     for copy in queue:
         copy.ready_ms, copy.read_ms = moments_ms[copy.index]
     release_ops = _releases(queue, range(len(candidates)), hooks)
@@ -275,7 +264,7 @@ def _queue(
     rejected: Collection[int],
     timeline: Timeline,
     hooks: HookTimes,
-    link: Rates,
+    link: Link,
     safety: float,
     most_release_ops: int,
 ) -> list[SwapCopy]:

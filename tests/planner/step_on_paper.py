@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hf_actswap.engine import Link
 from hf_actswap.planner.search.layer_graph import Segment
-from hf_actswap.planner.search.layer_options import LinkRate, Option
+from hf_actswap.planner.search.layer_options import Option
 
 
-def cost_and_peak(
-    segments: Sequence[Segment], options: Sequence[Option], link_rate: LinkRate
-) -> tuple[float, float]:
+def cost_and_peak(segments: Sequence[Segment], options: Sequence[Option], link: Link) -> tuple[float, float]:
     """Return recomputation and stalls in ms, and the largest memory in bytes."""
     kept, backlog, lead = [0.0], [0.0], [0.0]
     for segment, option in zip(segments, options, strict=True):
@@ -22,8 +21,8 @@ def cost_and_peak(
     peak = 0.0
     for place, (segment, option) in enumerate(zip(segments, options, strict=True)):
         forward = segment.forward_base_bytes + option.forward_peak_bytes
-        peak = max(peak, kept[place] + backlog[place] * link_rate.out_bytes_per_ms + forward)
+        peak = max(peak, kept[place] + backlog[place] * link.out_bytes_per_ms + forward)
         if segment.graph.backward_order:
             backward = segment.backward_base_bytes + option.backward_peak_bytes
-            peak = max(peak, kept[place] + lead[place] * link_rate.in_bytes_per_ms + backward)
+            peak = max(peak, kept[place] + lead[place] * link.in_bytes_per_ms + backward)
     return sum(option.recompute_ms for option in options) + backlog[-1] + lead[-1], peak

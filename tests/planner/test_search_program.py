@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.engine import Link
+from hf_actswap.engine.link import NO_COPIES
 from hf_actswap.plan import MemoryPlan, PlanRow
 from hf_actswap.planner import Limits
 from hf_actswap.planner.search.layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment, segments_of
 from hf_actswap.planner.search.layer_milp import GAP, STEP_GAP, solve
-from hf_actswap.planner.search.layer_options import LinkRate, Option, best_runs, evaluate, options_of
+from hf_actswap.planner.search.layer_options import Option, best_runs, evaluate, options_of
 
 from .search_profiles import MIB, Op, link_of, llama_layer, profile_of
 from .step_on_paper import cost_and_peak
@@ -45,14 +46,13 @@ def segments(
     return segments_of(profile, fixed or MemoryPlan((), len(layers)), LIMITS)
 
 
-def every_option(graph: LayerGraph, link_rate: LinkRate) -> list[Option]:
+def every_option(graph: LayerGraph, link: Link) -> list[Option]:
     variants = [
-        evaluate(graph, fates, link_rate)
-        for fates in itertools.product(*(call.fates for call in graph.calls))
+        evaluate(graph, fates, link) for fates in itertools.product(*(call.fates for call in graph.calls))
     ]
     before = [call.fates if call.from_before else KEEP for call in graph.calls]
     return variants + [
-        evaluate(graph, fates, link_rate, whole=True) for fates in itertools.product(*before) if graph.whole
+        evaluate(graph, fates, link, whole=True) for fates in itertools.product(*before) if graph.whole
     ]
 
 
@@ -62,31 +62,31 @@ def test_program_finds_what_exhaustive_search_finds(
     layers: list[tuple[Op, ...]], gb_per_s: float, data: st.DataObject
 ) -> None:
     parts = segments(layers, link_of(gb_per_s))
-    link_rate = LinkRate.of(link_of(gb_per_s), 1.05)
-    every = [every_option(part.graph, link_rate) for part in parts]
+    link = link_of(gb_per_s).slowed(1.05)
+    every = [every_option(part.graph, link) for part in parts]
     waiting, resident = data.draw(st.sampled_from([(0.0, 0.0), (3.0, 4 / 3)]), "of other micro-batches")
 
     def with_others(choice: Sequence[Option]) -> tuple[float, float]:
-        cost_ms, peak = cost_and_peak(parts, choice, link_rate)
+        cost_ms, peak = cost_and_peak(parts, choice, link)
         held = (waiting * option.kept_bytes + resident * option.swapped_bytes for option in choice)
         return cost_ms, peak + sum(held)
 
     tried = [with_others(choice) for choice in itertools.product(*every)]
-    options = [options_of(part.graph, link_rate, 4) for part in parts]
+    options = [options_of(part.graph, link, 4) for part in parts]
     # Not of `every`: one that only recomputes longer may have a lower peak on a slow link, and is not listed.
     least = min(with_others(choice)[1] for choice in itertools.product(*options))
     most = max(peak for _, peak in tried)
     budget = int(least + data.draw(st.floats(0, 1)) * (most - least)) + 16
     best_ms = min(cost for cost, peak in tried if peak <= budget)
     limits = Limits(LIMITS.device_bytes, waiting=waiting, resident=resident)
-    found = solve(parts, options, link_rate, limits, budget)
+    found = solve(parts, options, link, limits, budget)
     cost_ms, peak = with_others(found.options)
     compute_ms = sum(sum(part.graph.forward_ms) + sum(part.graph.backward_ms) for part in parts)
     assert peak <= budget + 1024
     assert best_ms - 1e-3 <= cost_ms <= best_ms * (1 + GAP) + STEP_GAP * compute_ms * 1.01 + 1e-3
     assert found.bound_ms <= best_ms + 1e-3
-    assert solve(parts, options, link_rate, limits, int(least) - 4096) is None
-    smallest = solve(parts, options, link_rate, limits, None)
+    assert solve(parts, options, link, limits, int(least) - 4096) is None
+    smallest = solve(parts, options, link, limits, None)
     assert with_others(smallest.options)[1] == pytest.approx(least, rel=0.01)
 
 
@@ -98,7 +98,7 @@ def test_cuts_are_best_at_every_price(ops: tuple[Op, ...], price: float) -> None
 
     def cost(again: frozenset[int]) -> float:
         fates = [RECOMPUTE if number in again else KEEP for number in range(len(graph.calls))]
-        option = evaluate(graph, fates, LinkRate.of(None, 1.0))
+        option = evaluate(graph, fates, NO_COPIES)
         return option.recompute_ms + price * option.kept_bytes
 
     sets = itertools.chain.from_iterable(itertools.combinations(free, size) for size in range(len(free) + 1))
@@ -119,7 +119,7 @@ def test_what_runs_again_holds_its_inputs_once() -> None:
     assert set(at) == {"output", "f", "g"}  # nothing can be held of what h and out make
 
     def option(**fates: str) -> Option:
-        return evaluate(graph, [fates.get(call.path, KEEP) for call in graph.calls], LinkRate.of(None, 1.0))
+        return evaluate(graph, [fates.get(call.path, KEEP) for call in graph.calls], NO_COPIES)
 
     keep, run_f, run_g, run_both = option(), option(f=RECOMPUTE), option(g=RECOMPUTE), option(f="r", g="r")
     assert (keep.recompute_ms, keep.kept_bytes) == (0.0, HIDDEN + 16 * MIB)
@@ -132,7 +132,7 @@ def test_what_runs_again_holds_its_inputs_once() -> None:
 def test_whole_layer_runs_up_to_its_last_saved_tensor() -> None:
     graph = segments([llama_layer(1024)], link_of(50))[1].graph
     before = [number for number, call in enumerate(graph.calls) if call.from_before]
-    option = evaluate(graph, [KEEP] * len(graph.calls), LinkRate.of(None, 1.0), whole=True)
+    option = evaluate(graph, [KEEP] * len(graph.calls), NO_COPIES, whole=True)
     names = [op.name for op in llama_layer(1024)]
     times = dict(zip(names, graph.forward_ms, strict=True))
     assert len(before) == 1

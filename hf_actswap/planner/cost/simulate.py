@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from ...engine.link import DuplexLink, Lane, Link
 from ...engine.schedule import PrefetchOrder, PrefetchRequest
-from ...engine.windows import Candidate, Rates, Timeline, choose_windows, windows_of_all
+from ...engine.windows import Candidate, Timeline, choose_windows, windows_of_all
 from ...plan.actions import MemoryPlan, PlanRow, Scope, Windows
 from ...plan.saved_bytes import OpCall, RecomputedModules, SavedBytes, Use, held_results
 from ..profile import CopyTimes, MemoryPoint, Prediction, Profile
@@ -524,12 +524,12 @@ class Simulator:
             return self._sharing[points]._program(without_compile_options(self.profile, plan))
         return self.profile, StepProgram(self._order, self._fates(plan), plan)
 
-    def windows_of(self, plan: MemoryPlan, rates: Rates) -> dict[OpCall, list[Windows]]:
+    def windows_of(self, plan: MemoryPlan, link: Link) -> dict[OpCall, list[Windows]]:
         """Return windows of all that moves, by the call that makes it, as if none were written."""
         _, program = self._program(plan)
         found: dict[OpCall, list[Windows]] = {}
         if copies := program.copies:
-            chosen = windows_of_all(*program.seen(dict.fromkeys(copies)), rates)
+            chosen = windows_of_all(*program.seen(dict.fromkeys(copies)), link)
             for copy, windows in zip(copies.values(), chosen, strict=True):
                 found.setdefault(copy.call, []).append(windows)
         return found

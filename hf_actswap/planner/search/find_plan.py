@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ...engine.link import Link
+from ...engine.link import NO_COPIES, Link
 from ...engine.schedule import REACH
 from ...engine.stats import gib_text
 from ...errors import Problem
@@ -45,7 +45,7 @@ from ..cost.simulate import Simulator
 from ..profile import CompileVariant, FrontierPoint, Limits, Prediction, Profile
 from .layer_graph import KEEP, RECOMPUTE, SWAP, Segment, effective_min_bytes, segments_of
 from .layer_milp import Solution, solve
-from .layer_options import LinkRate, Option, as_chosen, need_scipy, options_of
+from .layer_options import Option, as_chosen, need_scipy, options_of
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 
@@ -248,9 +248,9 @@ class Search:
         need_scipy()
         link = profile.link if limits.swap_bucket_bytes != 0 and limits.host_bytes != 0 else None
         self._profile, self._fixed, self._limits = profile, fixed, limits
-        self._link_rate = LinkRate.of(profile.link, safety)
-        hasty = [LinkRate.of(profile.link, factor) for factor in _HASTE] if profile.compiled_layers else []
-        self._link_rates = [self._link_rate, *hasty]
+        # by the first options are costed, by all windows are chosen
+        factors = (safety, *(_HASTE if profile.compiled_layers else ()))
+        self._links = [(profile.link or NO_COPIES).slowed(factor) for factor in factors]
         self._min_bytes = effective_min_bytes(fixed, limits)
         self.segments = segments_of(replace(profile, link=link), fixed, limits)
         self._simulator = Simulator(profile)
@@ -321,7 +321,7 @@ class Search:
     def _solution(self, device_bytes: int | None) -> Solution | None:
         if device_bytes not in self._solved:
             self._solved[device_bytes] = solve(
-                self.segments, self._options, self._link_rate, self._limits, device_bytes
+                self.segments, self._options, self._links[0], self._limits, device_bytes
             )
         return self._solved[device_bytes]
 
@@ -336,7 +336,7 @@ class Search:
             points = self._points if segment.layer in free else ()
             key = id(segment.graph), bool(points)
             if key not in known:
-                known[key] = options_of(segment.graph, self._link_rate, shares, points)
+                known[key] = options_of(segment.graph, self._links[0], shares, points)
             found.append(known[key])
         return found
 
@@ -345,8 +345,8 @@ class Search:
         segments, options = list(map(as_chosen, self.segments, solution.options)), solution.options
         opened = plan_of(segments, options, self._fixed, {}, self._min_bytes)
         tried = []
-        for link_rate in self._link_rates:
-            windows = self._simulator.windows_of(opened, link_rate)
+        for link in self._links:
+            windows = self._simulator.windows_of(opened, link)
             plan = plan_of(segments, options, self._fixed, windows, self._min_bytes)
             if not self._profile.compiled_layers:
                 plan = replace(keep_what_costs(plan, self._profile.saved), adjustments=plan.adjustments)

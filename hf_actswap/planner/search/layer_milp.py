@@ -22,14 +22,16 @@ which variants layers are compiled: each costs the compiler 10 to 30 seconds, so
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...engine.link import Link
 from ..profile import CompileVariant, Limits
 from .layer_graph import Segment
-from .layer_options import LinkRate, Option
+from .layer_options import Option
 
 try:
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp
@@ -69,7 +71,7 @@ class Solution:
 def solve(
     segments: Sequence[Segment],
     options: Sequence[Sequence[Option]],
-    link_rate: LinkRate,
+    link: Link,
     limits: Limits,
     device_bytes: int | None,
 ) -> Solution | None:
@@ -77,13 +79,13 @@ def solve(
 
     In place of ``limits.device_bytes`` stands ``device_bytes``; ``None``: as little as possible, at any cost.
     """
-    program = _Program(segments, options, link_rate, limits, device_bytes)
+    program = _Program(segments, options, link, limits, device_bytes)
     relaxed = program.relaxed()
     if relaxed is None:
         return None
     bound, reduced, shares = relaxed
     if sum(map(len, few := _of_few_variants(options, shares))) < program.columns:
-        program = _Program(segments, options := few, link_rate, limits, device_bytes)
+        program = _Program(segments, options := few, link, limits, device_bytes)
         if (relaxed := program.relaxed()) is None:
             return None
         reduced = relaxed[1]
@@ -92,7 +94,7 @@ def solve(
     chosen = program.solved(bound)
     if chosen is None and program.columns < sum(len(variants) for variants in options):
         # Options that were left out are needed.
-        program = _Program(segments, options, link_rate, limits, device_bytes)
+        program = _Program(segments, options, link, limits, device_bytes)
         chosen = program.solved(bound)
     if chosen is None:
         return None
@@ -118,12 +120,12 @@ class _Program:
         self,
         segments: Sequence[Segment],
         options: Sequence[Sequence[Option]],
-        link_rate: LinkRate,
+        link: Link,
         limits: Limits,
         device_bytes: int | None,
         some: bool = False,
     ) -> None:
-        self._segments, self._options, self._link_rate = segments, options, link_rate
+        self._segments, self._options, self._link = segments, options, link
         self._limits, self._device_bytes = limits, device_bytes
         exact = sum(len(variants) for variants in options) <= _EXACT_COLUMNS and not some
         self._step_gap, self._nodes = STEP_GAP, 10**6 if exact else _NODES
@@ -178,7 +180,7 @@ class _Program:
             costs = reduced[self._starts[place] : self._starts[place + 1]]
             order = np.argsort(costs, kind="stable")[:most]
             fewer.append([variants[at] for at in sorted(order)])
-        return _Program(self._segments, fewer, self._link_rate, self._limits, self._device_bytes, some=True)
+        return _Program(self._segments, fewer, self._link, self._limits, self._device_bytes, some=True)
 
     def solved(self, bound: float) -> tuple[tuple[Option, ...], float] | None:
         """Return the chosen options, and their cost in ms; ``None``: there is no solution.
@@ -228,12 +230,18 @@ class _Program:
         base = segment.forward_base_bytes / MIB
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
         others = dict.fromkeys(self._others, 1.0)
-        row = {kept: 1.0, out: self._link_rate.out_bytes_per_ms / MIB, self._device: -1.0, **others, **peaks}
+        row = {
+            kept: 1.0,
+            out: _mib_per_ms(self._link.out_bytes_per_ms),
+            self._device: -1.0,
+            **others,
+            **peaks,
+        }
         self._row(row, -np.inf, 0.0)
         if segment.graph.backward_order:
             base = segment.backward_base_bytes / MIB
             peaks = self._each(place, lambda option: base + option.backward_peak_bytes / MIB)
-            row = {kept: 1.0, back: self._link_rate.in_bytes_per_ms / MIB, self._device: -1.0, **others}
+            row = {kept: 1.0, back: _mib_per_ms(self._link.in_bytes_per_ms), self._device: -1.0, **others}
             self._row({**row, **peaks}, -np.inf, 0.0)
 
     def _shared_caps(self) -> None:
@@ -305,3 +313,8 @@ class _Program:
         ]
         times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
         return times
+
+
+def _mib_per_ms(bytes_per_ms: float) -> float:
+    """Return a rate of the link; 0 if copies take no time, so that nothing is ever on its way."""
+    return bytes_per_ms / MIB if math.isfinite(bytes_per_ms) else 0.0

@@ -33,32 +33,6 @@ from .layer_graph import KEEP, RECOMPUTE, SWAP, GraphStorage, LayerGraph, Segmen
 
 
 @dataclass(frozen=True, slots=True)
-class LinkRate:
-    """Assumed rates of copies to the host and back; both 0: there is no link, and copies take no time."""
-
-    out_bytes_per_ms: float
-    in_bytes_per_ms: float
-    latency_ms: float
-
-    @staticmethod
-    def of(link: Link | None, safety: float) -> LinkRate:
-        """Return the rates of a link, with copies that take ``safety`` times as long as it says."""
-        if link is None:
-            return LinkRate(0.0, 0.0, 0.0)
-        return LinkRate(
-            link.out_bytes_per_ms / safety, link.in_bytes_per_ms / safety, link.latency_ms * safety
-        )
-
-    def out_ms(self, size_bytes: int) -> float:
-        """Return the duration of a copy to the host."""
-        return size_bytes / self.out_bytes_per_ms + self.latency_ms if self.out_bytes_per_ms else 0.0
-
-    def in_ms(self, size_bytes: int) -> float:
-        """Return the duration of a copy back."""
-        return size_bytes / self.in_bytes_per_ms + self.latency_ms if self.in_bytes_per_ms else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """One combination of fates for a layer, with its costs.
 
@@ -95,7 +69,7 @@ class Option:
         return self.recompute_ms + self.again_ms
 
 
-def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole: bool = False) -> Option:
+def evaluate(graph: LayerGraph, fates: Sequence[str], link: Link, whole: bool = False) -> Option:
     """Return one combination of fates with its costs; if ``whole``, only fates of calls before it count."""
     costs = LayerCosts(graph, fates, whole)
     costs.backward()
@@ -116,10 +90,10 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole
             kept_bytes += storage.size_bytes
     end_ms, backlog_ms, lead_ms, out_ms, in_ms = ready_ms[-1], 0.0, 0.0, 0.0, 0.0
     for at_ms, size_bytes in sorted(outs, reverse=True):
-        out_ms += link_rate.out_ms(size_bytes)
+        out_ms += link.out_ms(size_bytes)
         backlog_ms = max(backlog_ms, out_ms - (end_ms - at_ms))
     for at_ms, size_bytes in sorted(ins):
-        in_ms += link_rate.in_ms(size_bytes)
+        in_ms += link.in_ms(size_bytes)
         lead_ms = max(lead_ms, in_ms - at_ms)
     return Option(
         fates=tuple(fates),
@@ -409,7 +383,7 @@ _MOST_SHARES = 12
 
 
 def options_of(
-    graph: LayerGraph, link_rate: LinkRate, shares: int, points: Sequence[FrontierPoint] = ()
+    graph: LayerGraph, link: Link, shares: int, points: Sequence[FrontierPoint] = ()
 ) -> list[Option]:
     """Return the options of a layer that can be part of a best plan, in a fixed order.
 
@@ -420,16 +394,16 @@ def options_of(
         fates: Iterable[tuple[str, ...]] = itertools.product(*(call.fates for call in graph.calls))
     else:
         fates = _likely(graph, min(shares, _MOST_SHARES))
-    found = [evaluate(graph, variant, link_rate) for variant in dict.fromkeys(fates)]
+    found = [evaluate(graph, variant, link) for variant in dict.fromkeys(fates)]
     if graph.whole:
         before = [call.fates if call.from_before else KEEP for call in graph.calls]
-        found += [evaluate(graph, variant, link_rate, whole=True) for variant in itertools.product(*before)]
+        found += [evaluate(graph, variant, link, whole=True) for variant in itertools.product(*before)]
     own = own_call(graph)
     own_ms = 0.0 if own is None else graph.forward_ms[graph.calls[own].place]
     for point in points:
         less, again_ms = at_point(graph, point), point.again * own_ms
         for variant in itertools.product(*(call.fates for call in graph.calls)):
-            found.append(replace(evaluate(less, variant, link_rate), point=point, again_ms=again_ms))
+            found.append(replace(evaluate(less, variant, link), point=point, again_ms=again_ms))
     return _undominated(found)
 
 

@@ -342,10 +342,18 @@ class Places:
         return self.last if place < 0 else place
 
 
+def events_of_uses(saved: SavedBytes, op_events: Sequence[OpEvent]) -> list[tuple[int, ...]]:
+    """Return for each storage the numbers of the op events to which its uses belong, in their order."""
+    last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
+    last = len(last_orders) - 1
+    return [
+        tuple(min(bisect_left(last_orders, use.order), last) for use in storage.uses)
+        for storage in saved.storages
+    ]
+
+
 def lifetimes(saved: SavedBytes, op_events: Sequence[OpEvent], places: Places) -> tuple[StorageLifetime, ...]:
     """Return the lifetime of each storage."""
-    last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
-    # a use belongs to the first op event whose orders reach it; one without uses has those of the one before
     module_ends: dict[tuple[object, str], int] = {}
     for number, op_event in enumerate(op_events):
         scope, path, _ = op_event.call
@@ -353,8 +361,7 @@ def lifetimes(saved: SavedBytes, op_events: Sequence[OpEvent], places: Places) -
         while path := path.rpartition(".")[0]:
             module_ends[scope, path] = number
     found = []
-    for storage in saved.storages:
-        at = tuple(min(bisect_left(last_orders, use.order), len(last_orders) - 1) for use in storage.uses)
+    for storage, at in zip(saved.storages, events_of_uses(saved, op_events), strict=True):
         last, end = -1, max(at)
         for use, event_number in zip(storage.uses, at, strict=True):
             scope, path, _ = use.at

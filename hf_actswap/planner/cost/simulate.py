@@ -347,8 +347,12 @@ class StepProgram:
         """Return until which place of backward regions, and copies that do not move, keep storages."""
         found: dict[int, int] = {}
         holds = [hold for fate in self.fates for hold in fate.holds]
-        reads = (read for fate in self.fates for read in fate.copy_reads)
-        holds += [(read.copy[0], read.place) for read in reads if read.copy not in moving]
+        holds += [
+            (read.copy[0], read.place)
+            for fate in self.fates
+            for read in fate.copy_reads
+            if read.copy not in moving
+        ]
         for number, place in holds:
             found[number] = max(found.get(number, -1), place)
         return found
@@ -646,18 +650,20 @@ class MemoryCounter:
         """Add what is saved, or held by a region; in forward the base contains storages not saved."""
         ahead, forward_end = self._ahead, len(self._order.op_events)
         kept_until = ahead.program.kept_until(ahead.moving)
-        for item in (item for fate in ahead.program.fates for item in fate.storages):
+        for item in [item for fate in ahead.program.fates for item in fate.storages]:
             lifetime = item.lifetime
             birth = lifetime.birth if lifetime.last_place >= 0 else lifetime.forward_end + 1
-            place = max(item.kept_place, kept_until.get(item.storage, -1))
+            place = item.kept_place
+            if item.storage in kept_until:
+                place = max(place, kept_until[item.storage])
             if place >= 0:
                 self._kept[birth] += lifetime.size_bytes
                 self._ends[place + 1] += lifetime.size_bytes
                 self.kept_bytes += lifetime.size_bytes
                 continue
-            moments = [ahead.moments.get((item.storage, copy.number), 0) for copy in item.copies]
-            end = max(lifetime.forward_end + 1, *moments, 0)
-            part = self._swapped if item.copies else self._dropped
+            end, part = lifetime.forward_end + 1, self._dropped
+            for copy in item.copies:
+                end, part = max(end, ahead.moments.get((item.storage, copy.number), 0)), self._swapped
             part[min(birth, forward_end + 1)] += lifetime.size_bytes
             part[min(max(end, birth), forward_end + 1)] -= lifetime.size_bytes
 

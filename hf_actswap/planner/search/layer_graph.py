@@ -18,7 +18,7 @@ from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.saved_bytes import OpCall, RecomputedModules, Use
-from ..profile import Limits, OpEvent, Places, Profile, lifetimes
+from ..profile import Limits, OpEvent, Places, Profile, events_of_uses
 
 KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""
@@ -189,12 +189,12 @@ class _UsesBySegment:
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         """Segment -> number of a storage -> (op event, use)."""
         self.shared: set[int] = set()
-        found = lifetimes(profile.saved, profile.op_events, Places(profile.op_events))
-        self.last_events = [lifetime.op_events[-1] for lifetime in found]
+        found = events_of_uses(profile.saved, profile.op_events)
+        self.last_events = [op_events[-1] for op_events in found]
         """For each storage, the op event of its last use."""
-        for number, (storage, lifetime) in enumerate(zip(profile.saved.storages, found, strict=True)):
+        for number, (storage, op_events) in enumerate(zip(profile.saved.storages, found, strict=True)):
             readers: set[int] = set()
-            for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
+            for use, op_event in zip(storage.uses, op_events, strict=True):
                 segment = whose[op_event]
                 self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
                 if use.kind == "saved" and not is_handed_on(use.producer):

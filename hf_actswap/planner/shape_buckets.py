@@ -25,7 +25,7 @@ from math import prod
 from ..plan.actions import Scope
 from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
-from .profile import Profile
+from .profile import Places, Profile
 from .record.shapes import with_link_beside_weights
 
 MOST_BUCKETS = 6
@@ -253,8 +253,7 @@ class _BaseBytesScaler:
         return self._scaled(range(len(bases)), bases, [0] * len(bases))
 
     def backward(self) -> dict[int, int]:
-        places = ((item.backward_place, at) for at, item in enumerate(self._op_events))
-        back = [at for place, at in sorted(places) if place >= 0]
+        back = Places(self._op_events).order
         bases = [self._op_events[at].backward_base_bytes for at in back]
         seen: set[ModuleName] = set()
         gradients = []

@@ -55,25 +55,16 @@ def test_the_step_is_the_step_that_it_would_have_been(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_saved_tensors_are_those_predicted_on_fakes(family: str) -> None:
+def test_the_profile_is_that_of_the_step(family: str) -> None:
+    """It saves what fakes predict, op events partition it, base and saved bytes add up to the peak."""
     model = MODELS[family]()
-    profile, _ = recorded(model)
+    profile, outside = recorded(model)
     forecast = record_saved(model, model_structure(model), (), call_of())
     assert profile.saved == forecast
     assert profile.signature == signature(forecast)
     assert profile.saved.by_op()
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_events_partition_the_step(family: str) -> None:
-    profile, _ = recorded(MODELS[family]())
-    assert_events_partition(profile)
     assert profile.batch_shape == (2, 16)
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_base_and_saved_bytes_add_up_to_the_peak(family: str) -> None:
-    profile, outside = recorded(MODELS[family]())
+    assert_events_partition(profile)
     assert measured_peak_bytes(profile) == outside.peak_bytes()
 
 

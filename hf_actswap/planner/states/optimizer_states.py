@@ -37,7 +37,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -337,14 +337,14 @@ class StateCheckpoints:
 
     def _saved(self, _: torch.optim.Optimizer, saved: StateDict) -> StateDict:
         self.saving = False
-        copies = _Copies(self._residence, self._min_tensor_bytes)
-        return {**saved, "state": {key: copies.of(value) for key, value in saved["state"].items()}}
+        copied = _copier(self._residence, self._min_tensor_bytes)
+        return {**saved, "state": _mapped(saved["state"], copied)}
 
     def _loading_starts(self, optimizer: torch.optim.Optimizer, saved: StateDict) -> StateDict:
         """Set large tensors aside; PyTorch's code gets empty ones instead, and decides their dtype."""
         self.reset()
         if not is_streamed(optimizer):
-            return {**saved, "state": {key: self._own(value) for key, value in saved["state"].items()}}
+            return {**saved, "state": self._own(saved["state"])}
         state = {}
         self._numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for key, entries in saved["state"].items():
@@ -394,37 +394,32 @@ def _load(
     return parameter
 
 
-class _Copies:
-    """Makes the tensors of a state dictionary, in place of the optimizer's own; each storage is copied once.
+def _copier(residence: StateResidence, min_tensor_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that makes the tensors of a state dictionary, in place of the optimizer's own.
 
-    Small tensors are copied as well, so that all values in a dictionary that is kept are of one step.
+    Each storage is copied once. Small tensors are copied as well, so that all values in a dictionary that is
+    kept are of one step.
     """
+    where: dict[int, tuple[StateStorage, View]] = {
+        id(tensor): (storage, view)
+        for storage in residence.all()
+        for tensors in storage.tensors.values()
+        for tensor, view in tensors
+    }
+    host_copy = cache(StateStorage.host_copy)
 
-    def __init__(self, residence: StateResidence, min_tensor_bytes: int) -> None:
-        self._residence, self._min_tensor_bytes = residence, min_tensor_bytes
-        self._where: dict[int, tuple[StateStorage, View]] = {
-            id(tensor): (storage, view)
-            for storage in residence.all()
-            for tensors in storage.tensors.values()
-            for tensor, view in tensors
-        }
-        self._copied: dict[int, torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        return _mapped(value, self._of_tensor)
-
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = [self._where[id(local)] for local in plain_tensors(tensor) if id(local) in self._where]
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        found = [where[id(local)] for local in plain_tensors(tensor) if id(local) in where]
         if not found:
-            return tensor.clone() if tensor.nbytes < self._min_tensor_bytes else tensor
+            return tensor.clone() if tensor.nbytes < min_tensor_bytes else tensor
         ((storage, view),) = found
         if isinstance(tensor, DTensor):  # gathering it needs it on the device
             storage.bring(will_change=False)
         if storage.place == "device":
             return tensor.detach()  # keeps the present values: the next step works on another storage
-        if id(storage) not in self._copied:
-            self._copied[id(storage)] = storage.host_copy()
-        return view.on(self._copied[id(storage)], 0)
+        return view.on(host_copy(storage), 0)
+
+    return copied
 
 
 DEFAULT_SHARE = 10

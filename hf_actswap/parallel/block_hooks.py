@@ -29,9 +29,16 @@ from .collectives import group_or_enclosing, own_part
 from .column_input import column_input
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
 from .layers import SharedInput
-from .mappings import SUMS, Tokens, all_gather, copied, sum_of_shares
+from .mappings import SUM, Change, Tokens, all_gather, copied, sum_of_shares
 from .routed_experts import ParallelExperts
-from .sequence_region import SEQUENCE_DIM, Change, SequenceRegion, argument_names, with_changed, with_first
+from .sequence_region import (
+    SEQUENCE_DIM,
+    ModelHook,
+    SequenceRegion,
+    argument_names,
+    with_changed,
+    with_first,
+)
 
 MODEL_PARALLEL_OFFSET = 2718
 """What NxD and Megatron add to the seed for ranks' own streams (``parallel_layers/random.py``)."""
@@ -101,7 +108,7 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     return [*found, of_devices[torch.accelerator.current_device_index() if index is None else index]]
 
 
-class GatherHook:
+class GatherHook(ModelHook):
     """Hook of the norm before a block: gathers the whole sequence, whose shape attention reads.
 
     In a layer that is recomputed whole in backward, the recomputation gathers again. That result is then kept
@@ -116,8 +123,6 @@ class GatherHook:
         keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
             gradient checkpointing is on for the layer.
     """
-
-    part_of_the_model = True
 
     def __init__(
         self,
@@ -148,10 +153,8 @@ class GatherHook:
         return copied(source, self._region.group, self._region.reduce_dtype)
 
 
-class BlockInputHook:
+class BlockInputHook(ModelHook):
     """Pre-hook of a block for which it is not known which norm it reads: gathers the block's input."""
-
-    part_of_the_model = True
 
     def __init__(self, gather: GatherHook) -> None:
         self.gather = gather
@@ -167,15 +170,13 @@ class BlockInputHook:
         return with_changed(names, args, kwargs, {**changes, **dict.fromkeys(same, lambda _: gathered)})
 
 
-class WholeBlockHooks:
+class WholeBlockHooks(ModelHook):
     """Hooks around a module that is not divided but reads all tokens, while the region is active.
 
     The module gets the whole sequence; of its output this rank keeps its own tokens. So the output's gradient
     is zero for other tokens, and gradients of input and parameters must be summed over the ranks, as in a
     divided block. ``gather`` has no readers.
     """
-
-    part_of_the_model = True
 
     def __init__(self, gather: GatherHook, region: SequenceRegion) -> None:
         self._gather, self._region = gather, region
@@ -203,13 +204,11 @@ class WholeBlockHooks:
         return with_first(output, lambda whole: own_part(whole, SEQUENCE_DIM, self._region.group))
 
 
-class WideNormHooks:
+class WideNormHooks(ModelHook):
     """Hooks around a norm over the features of all heads: they gather the features that this rank lacks.
 
     ``replicas`` consecutive ranks hold the same heads.
     """
-
-    part_of_the_model = True
 
     def __init__(self, region: SequenceRegion, replicas: int) -> None:
         self._region, self._replicas = region, replicas
@@ -231,10 +230,8 @@ class WideNormHooks:
         return parts[group.rank() // self._replicas]
 
 
-class HeadArgumentsHook:
+class HeadArgumentsHook(ModelHook):
     """Pre-hook of divided attention: cuts arguments with a value per head (biases) to this rank's heads."""
-
-    part_of_the_model = True
 
     def __init__(self, module: nn.Module, heads: int, region: SequenceRegion) -> None:
         self._names = argument_names(module)
@@ -258,10 +255,8 @@ def _named(
     yield from kwargs.items()
 
 
-class ReduceHook:
+class ReduceHook(ModelHook):
     """Hook of a module whose (first) output is this rank's summand ``[B, S, H]``: sums it over the ranks."""
-
-    part_of_the_model = True
 
     def __init__(self, region: SequenceRegion, tokens: Tokens | None = None) -> None:
         self._region, self._tokens = region, tokens
@@ -277,7 +272,7 @@ class ReduceHook:
         return total if bias is None else total + bias.to(total.dtype)
 
 
-class SharesCheck:
+class SharesCheck(ModelHook):
     """Hook that checks once that whole parameters in a divided block act only before the sum over ranks.
 
     Their gradients are partial on each rank, and are summed. A parameter that is used after the sum, or
@@ -288,8 +283,6 @@ class SharesCheck:
         name: name of the block, for messages.
         whole: modules in it, and names of their parameters.
     """
-
-    part_of_the_model = True
 
     def __init__(self, name: str, whole: Sequence[tuple[nn.Module, str]]) -> None:
         self._name, self._whole = name, list(whole)
@@ -313,7 +306,7 @@ def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or isinstance(node, SUMS):
+        if node is None or node in seen or isinstance(node, SUM):
             continue
         seen.add(node)
         if hasattr(node, "variable"):
@@ -321,15 +314,13 @@ def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
         waiting += [before for before, _ in node.next_functions]
 
 
-class RankStreamHooks:
+class RankStreamHooks(ModelHook):
     """Hooks around a module in training: dropout differs between ranks, and is repeated in a recomputation.
 
     Args:
         on_parts: true for a layer, which works on parts of the sequence while the region is active; false for
             attention, whose heads are always divided and which its layer covers in an active region.
     """
-
-    part_of_the_model = True
 
     def __init__(self, region: SequenceRegion, on_parts: bool) -> None:
         self._region, self._on_parts = region, on_parts

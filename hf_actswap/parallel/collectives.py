@@ -153,9 +153,11 @@ def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
 
 def reduce_in_place(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
-    """Replace ``tensor`` by its sum (or another ``operation``) over all ranks."""
-    _run(group, dist.all_reduce, tensor, op=operation, group=group)
+) -> torch.Tensor:
+    """Replace ``tensor`` by its sum (or another ``operation``) over all ranks, and return it."""
+    if group.size() > 1 and not isinstance(tensor, FakeTensor):
+        _run(group, dist.all_reduce, tensor, op=operation, group=group)
+    return tensor
 
 
 def _run(group: dist.ProcessGroup, collective: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ tensor is read once per backward, as checkpointing demands.
 
 **Recomputation.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
 away after its saved tensors were taken. If the region begins after the gather, its input is a leaf there;
-`_LeafProduct` then saves as many tensors as `_Product` did, so that the counts agree.
+the product then saves as many tensors as before, so that the counts agree.
 
 **Autocast.** The product runs in the autocast dtype, exactly as ``F.linear`` would, and backward in the same.
 The input is gathered and saved in its own dtype, or, with ``in_autocast_dtype``, cast before the gather: half
@@ -138,17 +138,17 @@ def linear(
         return F.linear(x, weight_of_linear(weight, transposed))
     behind = input_node_of(x, weight)
     if behind is not None:
-        return _Product.apply(x, weight.detach(), *behind, transposed)
+        return _Product.apply(x, weight.detach(), behind, transposed)
     weight = with_summed_gradient(weight, group)
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
-        return _LeafProduct.apply(x, weight, transposed)
+        return _Product.apply(x, weight, None, transposed)
     return F.linear(x, weight_of_linear(weight, transposed))
 
 
 def input_node_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
     """Return the input node that made ``x``, and the index of ``weight`` among its weights.
 
-    That node computes the weight's gradient, from what the product passes to `pass_output_gradient`.
+    That node computes the weight's gradient, from what the product gives to `weight_gradient`.
     ``None``: ``x`` was not made by `column_input` with this weight.
     """
     node: Any = x.grad_fn
@@ -211,13 +211,15 @@ class _ColumnInput(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
+    """The product with a weight, which saves the weight only; ``behind`` is the answer of `input_node_of`."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int, transposed: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, behind: tuple[Any, int] | None, transposed: bool
     ) -> torch.Tensor:
-        ctx.node, ctx.number = node, number  # autograd's graph has this edge too, so no cycle
+        note_input(ctx, x, behind)
         ctx.save_for_backward(weight)
-        ctx.x_dtype, ctx.transposed = x.dtype, transposed
+        ctx.transposed = transposed
         return F.linear(x, weight_of_linear(weight, transposed))
 
     @staticmethod
@@ -225,48 +227,60 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        pass_output_gradient(ctx.node, ctx.number, gradient, partial(_dense, transposed=ctx.transposed))
-        if not ctx.node.needs_input_grad[0]:
-            return None, None, None, None, None
+        product = partial(_dense, transposed=ctx.transposed)
+        dw = weight_gradient(ctx, gradient, product, weight.dtype, "a column-parallel layer")
+        if not needs_input_gradient(ctx):
+            return None, dw, None, None
         weight = weight_of_linear(weight, ctx.transposed)
-        return _input_gradient(gradient, weight, ctx.x_dtype), None, None, None, None
+        with torch.autocast(gradient.device.type, enabled=False):
+            dx = gradient.matmul(weight.to(gradient.dtype)).to(ctx.x_dtype)
+        return dx, dw, None, None
 
 
-class _LeafProduct(torch.autograd.Function):
-    """The product of `_Product` for an input without a node: it saves the weight only, and holds the input.
+def note_input(ctx: Any, x: torch.Tensor, behind: tuple[Any, int] | None) -> None:
+    """Note in the context of a product (of ``x`` and a weight) what computes the weight's gradient.
 
-    Such an input is held elsewhere anyway, or exists only during a recomputation.
+    Without an input node the product itself does, and holds ``x``, which is held elsewhere anyway, or exists
+    only during a recomputation.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        ctx.x, ctx.version = (x.detach(), x._version) if weight.requires_grad else (None, 0)
-        ctx.x_dtype, ctx.transposed = x.dtype, transposed
-        return F.linear(x, weight_of_linear(weight, transposed))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = gradient.contiguous()
-        (weight,) = ctx.saved_tensors
-        found: list[torch.Tensor | None] = [None]
-        if ctx.x is not None:
-            if ctx.x._version != ctx.version:
-                raise RuntimeError("the input of a column-parallel layer was modified in place")
-            product = partial(_dense, transposed=ctx.transposed)
-            _weight_gradients([(0, gradient, product)], ctx.x, found)
-        weight = weight_of_linear(weight, ctx.transposed)
-        return _input_gradient(gradient, weight, ctx.x_dtype), found[0], None
+    ctx.behind, ctx.x_dtype = behind, x.dtype  # autograd's graph has this edge too, so no cycle
+    holds = behind is None and ctx.needs_input_grad[1]
+    ctx.x, ctx.version = (x.detach(), x._version) if holds else (None, 0)
 
 
-def pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
-    """Pass a product's output gradient to the input node; the first call of a backward starts the gather.
+def needs_input_gradient(ctx: Any) -> bool:
+    """Whether a product's input needs a gradient, or the input of its node does."""
+    needed: bool = (ctx if ctx.behind is None else ctx.behind[0]).needs_input_grad[0]
+    return needed
+
+
+def weight_gradient(
+    ctx: Any, gradient: torch.Tensor, product: WeightProduct, dtype: torch.dtype, what: str
+) -> torch.Tensor | None:
+    """Return the gradient of a product's weight; ``None``: the input's node, told here, computes it.
 
     Args:
-        node, number: from `input_node_of`. For a frozen weight nothing is held.
+        ctx: the product's context, of `note_input`.
         gradient: the output gradient, contiguous, in a shape that ``product`` accepts.
         product: computes the weight's gradient from it and the input's rows ``[T, H]``, in its dtype.
+        dtype: the weight's.
+        what: whose input it is, for errors.
+    """
+    found: list[torch.Tensor | None] = [None]
+    if ctx.behind is not None:
+        node, number = ctx.behind
+        _pass_output_gradient(node, number, gradient, product)
+    elif ctx.x is not None:
+        if ctx.x._version != ctx.version:
+            raise RuntimeError(f"the input of {what} was modified in place")
+        _weight_gradients([(0, gradient, product)], ctx.x, found)
+    return None if found[0] is None else found[0].to(dtype)
+
+
+def _pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
+    """Pass a product's output gradient to the input node; the first call of a backward starts the gather.
+
+    For a frozen weight nothing is held.
     """
     if not node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + number]:
         return
@@ -277,11 +291,6 @@ def pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product
             gather = begin_gather(node.saved_tensors[0], node.settings.dim, node.settings.group)
         received = node.received = _Received(backward, gather)
     received.gradients.append((number, gradient, product))
-
-
-def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.autocast(gradient.device.type, enabled=False):
-        return gradient.matmul(weight.to(gradient.dtype)).to(dtype)
 
 
 def _weight_gradients(

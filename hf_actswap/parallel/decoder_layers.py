@@ -60,6 +60,7 @@ from .tensor_plan import (
     blocks_of,
     divide_column_adapters,
     divide_row_adapters,
+    found_at,
     is_adapted,
     is_linear,
     plan_of,
@@ -67,7 +68,7 @@ from .tensor_plan import (
     undivided_expert_parents,
     wide_norms,
 )
-from .weights import ParameterTags, Partition, divide_parameter, partitions_in
+from .weights import ParameterTags, Partition, divide_parameter, partitions_in, tag, tag_summed
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,11 @@ def problems_of_block(where: str, layer: nn.Module, block: Block, heads: Heads) 
     yield from heads.problems()
     for name, (dim, parts) in block.parameters.items():
         try:
-            Partition.of(dim, _get(layer, name).shape[dim], heads.ranks, parts)
+            Partition.of(dim, found_at(layer, name).shape[dim], heads.ranks, parts)
         except ValueError as error:
             yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
     for name in (*block.columns, *block.rows):
-        found: Any = _get(layer, name)
+        found: Any = found_at(layer, name)
         if isinstance(found, nn.Module) and not is_linear(found):
             yield Problem(f"{where}.{name}", "nn.Linear", type(base_of(found)).__name__)
             continue
@@ -184,18 +185,16 @@ def problems_of_block(where: str, layer: nn.Module, block: Block, heads: Heads) 
             yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
 
 
-def divide_block(
-    layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion, tags: ParameterTags
-) -> None:
+def divide_block(layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion) -> None:
     is_split = Columns.GATHERED in block.columns.values()
     wide = [] if is_split else wide_norms(layer, block.path)
-    is_adapted_anywhere = any(is_adapted(_get(layer, name)) for name in block.columns)
-    readers = _divide_columns(layer, block, heads, region, tags)
-    rows = list(_divide_rows(layer, block, is_split, region, tags))
+    is_adapted_anywhere = any(is_adapted(found_at(layer, name)) for name in block.columns)
+    readers = _divide_columns(layer, block, heads, region)
+    rows = list(_divide_rows(layer, block, is_split, region))
     for name, (dim, parts) in block.parameters.items():
-        partition = Partition.of(dim, _get(layer, name).shape[dim], heads.ranks, parts)
-        _divide_parameter(layer, name, partition, region, tags)
-    shared, whole = _share_rest(layer, block, region, tags)
+        partition = Partition.of(dim, found_at(layer, name).shape[dim], heads.ranks, parts)
+        _divide_parameter(layer, name, partition, region)
+    shared, whole = _share_rest(layer, block, region)
     gather = GatherHook(region, readers + shared, layer, in_autocast_dtype=not is_adapted_anywhere)
     module = layer.get_submodule(block.path)
     if block.norm is None:
@@ -215,15 +214,13 @@ def divide_block(
         WideNormHooks(region, replicas).attach(module.get_submodule(name))
 
 
-def _divide_columns(
-    layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion, tags: ParameterTags
-) -> list[nn.Module]:
+def _divide_columns(layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion) -> list[nn.Module]:
     """Divide the projections that read the block's input; return their linear layers."""
     readers: list[nn.Module] = []
     for name, kind in block.columns.items():
-        target: Any = _get(layer, name)
+        target: Any = found_at(layer, name)
         if isinstance(target, nn.Parameter):
-            _divide_parameter(layer, name, heads.partition(0, len(target), kind), region, tags)
+            _divide_parameter(layer, name, heads.partition(0, len(target), kind), region)
             continue
         full = base_of(target)
         own = heads.settings(sizes_of(full)[1], kind)
@@ -233,18 +230,18 @@ def _divide_columns(
         _put(layer, name, target, column, region)
         readers.append(column)
         if is_adapted(target):
-            readers += divide_column_adapters(target, column, settings, region, tags)
+            readers += divide_column_adapters(target, column, settings, region)
     return readers
 
 
 def _divide_rows(
-    layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
+    layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion
 ) -> Iterator[RowParallelLinear]:
     row_class = UnreducedRowLinear if block.sums_output else SplitRow if is_split else RowParallelLinear
     for name in block.rows:
         target = layer.get_submodule(name)
         if is_adapted(target):
-            row: RowParallelLinear = divide_row_adapters(target, _settings(region), region, tags)
+            row: RowParallelLinear = divide_row_adapters(target, _settings(region), region)
             region.adopt(row)
         else:
             row = row_class.from_linear(target, **_settings(region))
@@ -253,7 +250,7 @@ def _divide_rows(
 
 
 def _share_rest(
-    layer: nn.Module, block: Block, region: SequenceRegion, tags: ParameterTags
+    layer: nn.Module, block: Block, region: SequenceRegion
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
     """Tag the parameters of the block outside its projections; return them with their modules.
 
@@ -274,7 +271,7 @@ def _share_rest(
             ]
             whole += [(inner, own) for own in held]
     for inner, own in whole:
-        tags.add(inner, own, **{TAG: True})
+        tag(inner, own, **{TAG: True})
     return readers, whole
 
 
@@ -283,18 +280,9 @@ def _is_adapter_part(module: nn.Module, name: str) -> bool:
     return any(is_adapted(module.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts)))
 
 
-def _divide_parameter(
-    layer: nn.Module, name: str, partition: Partition, region: SequenceRegion, tags: ParameterTags
-) -> None:
+def _divide_parameter(layer: nn.Module, name: str, partition: Partition, region: SequenceRegion) -> None:
     parent, _, last = name.rpartition(".")
-    module = layer.get_submodule(parent)
-    divide_parameter(module, last, partition, region.group.rank())
-    tags.add(module, last, **partition.tags)
-
-
-def _get(layer: nn.Module, path: str) -> Any:
-    parent, _, name = path.rpartition(".")
-    return getattr(layer.get_submodule(parent), name)
+    divide_parameter(layer.get_submodule(parent), last, partition, region.group.rank())
 
 
 def _put(
@@ -452,7 +440,7 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
     )
     seen: set[int] = set()
     for layer in decoder.layers:
-        _divide_layer(layer, decoder, region, tags, drops, seen)
+        _divide_layer(layer, decoder, region, drops, seen)
         seen.update(map(id, layer.modules()))
     if not region.enabled:
         return
@@ -471,59 +459,42 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
 
 
 def _divide_layer(
-    layer: nn.Module,
-    decoder: Decoder,
-    region: SequenceRegion,
-    tags: ParameterTags,
-    drops: bool,
-    seen: set[int],
+    layer: nn.Module, decoder: Decoder, region: SequenceRegion, drops: bool, seen: set[int]
 ) -> None:
     blocks, experts = decoder.blocks(layer), experts_of(layer)
     if drops:
         RankStreamHooks(region, on_parts=True).attach(layer)
     for block in blocks:
         heads = Heads.of(decoder.base.config, layer, block, region.group.size())
-        divide_block(layer, block, heads, region, tags)
+        divide_block(layer, block, heads, region)
         if drops and block.path not in block.columns:
             rows = [layer.get_submodule(row) for row in block.rows]
             RankStreamHooks(region, on_parts=False).attach(layer.get_submodule(block.path), rows)
     for path in experts:
-        divide_experts(layer, path, region, tags)
+        divide_experts(layer, path, region)
     if region.enabled:
         handled = {*(b.path for b in blocks), *(row for b in blocks for row in b.rows), *experts}
-        _Rest(layer, handled, seen, decoder.family, region, tags).handle(layer)
+        for path, module in _rest_of(layer, handled, seen):
+            parent = path.rpartition(".")[0]
+            beside_experts = bool(parent) and f"{parent}.{EXPERTS}" in handled
+            is_norm = "norm" in type(module).__name__.lower()
+            if not (path in decoder.family.token_wise or beside_experts or is_norm or is_linear(module)):
+                WholeBlockHooks(GatherHook(region, (), layer), region).attach(module)
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """The modules of a layer outside its blocks, under sequence parallelism."""
-
-    layer: nn.Module
-    handled: set[str]
-    seen: set[int]
-    family: Family
-    region: SequenceRegion
-    tags: ParameterTags
-
-    def handle(self, module: nn.Module, prefix: str = "") -> None:
-        """Tag modules that work token by token; gather the sequence for all others."""
-        for name in module._parameters:
-            self.tags.add(module, name, **{TAG: True})
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if path in self.handled or id(child) in self.seen or next(child.parameters(), None) is None:
-                continue
-            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if is_list or any(other.startswith(f"{path}.") for other in self.handled):
-                self.handle(child, f"{path}.")
-                continue
-            self.tags.add_summed(child)
-            if not self._is_token_wise(path, child):
-                gather = GatherHook(self.region, (), self.layer)
-                WholeBlockHooks(gather, self.region).attach(child)
-
-    def _is_token_wise(self, path: str, module: nn.Module) -> bool:
-        parent = path.rpartition(".")[0]
-        beside_experts = bool(parent) and f"{parent}.{EXPERTS}" in self.handled
-        is_norm = "norm" in type(module).__name__.lower()
-        return path in self.family.token_wise or beside_experts or is_norm or is_linear(module)
+def _rest_of(
+    module: nn.Module, handled: set[str], seen: set[int], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Tag the parameters of a layer outside its blocks; yield the modules that have them, but containers."""
+    for name in module._parameters:
+        tag(module, name, **{TAG: True})
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in handled or id(child) in seen or next(child.parameters(), None) is None:
+            continue
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if is_list or any(other.startswith(f"{path}.") for other in handled):
+            yield from _rest_of(child, handled, seen, f"{path}.")
+            continue
+        tag_summed(child)
+        yield path, child

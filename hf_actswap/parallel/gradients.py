@@ -400,9 +400,7 @@ def get_grad_norm(
     doubles = any(parameter.dtype == torch.float64 for parameter in distinct)
     zero = torch.zeros((), dtype=torch.float64 if doubles else torch.float32, device=device)
     totals = _own_part(distinct, norm_type, group, zero)
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    if group.size() > 1:
-        reduce_in_place(totals, group, operation)
+    reduce_in_place(totals, group, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     norm = totals if math.isinf(norm_type) else totals.pow(1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(

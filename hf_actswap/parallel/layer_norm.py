@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .weights import TaggedModule
+from .weights import TaggedModule, tag
 
 
 class LayerNorm(TaggedModule, nn.LayerNorm):
@@ -31,7 +31,7 @@ class LayerNorm(TaggedModule, nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         for name in ("weight", "bias"):
-            self.tag(name, sequence_parallel_enabled=sequence_parallel_enabled)
+            tag(self, name, sequence_parallel_enabled=sequence_parallel_enabled)
 
 
 class RMSNorm(TaggedModule):
@@ -51,7 +51,7 @@ class RMSNorm(TaggedModule):
     ) -> None:
         super().__init__()
         self.eps, self.sequence_parallel_enabled = eps, sequence_parallel_enabled
-        self.tag("weight", sequence_parallel_enabled=sequence_parallel_enabled)
+        tag(self, "weight", sequence_parallel_enabled=sequence_parallel_enabled)
         self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from .weights import (
     ShardedModule,
     initial_part,
     kaiming_weight,
+    tag,
     uniform_bias,
     with_summed_gradient,
 )
@@ -294,7 +295,7 @@ class RowParallelLinear(ParallelLinear):
         ranks = self.tensor_model_parallel_group.size()
         partition = Partition.of(0 if transposed else 1, input_size, ranks, stride, sections)
         self.tokens: Tokens | None = None
-        self.tag("bias", sequence_parallel_enabled=sequence_parallel_enabled)
+        tag(self, "bias", sequence_parallel_enabled=sequence_parallel_enabled)
         self.initialise(partition, None, bias, init_method, dtype, device, keep_master_weight)
 
     @classmethod

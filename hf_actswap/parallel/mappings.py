@@ -19,6 +19,8 @@ look for its group in a context variable. None of these functions saves a tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ import torch.distributed as dist
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .collectives import all_reduced, gathered, group_or_enclosing, own_part, reduce_scattered
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a tensor, and returns its replacement."""
 
 
 def all_gather(
@@ -42,7 +47,10 @@ def all_gather(
     """
     if has_torch_function_unary(part):
         return handle_torch_function(all_gather, (part,), part, dim, group, sum_gradients, reduce_dtype)
-    return _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
+    backward = partial(own_part, dim=dim, group=group)
+    if sum_gradients:
+        backward = partial(_part_of_total, dim=dim, group=group, dtype=reduce_dtype)
+    return _Mapping.apply(part, partial(gathered, dim=dim, group=group), backward)
 
 
 def reduce_scatter(
@@ -65,7 +73,8 @@ def reduce_scatter(
         return handle_torch_function(
             reduce_scatter, (whole,), whole, dim, group, gradient_dtype, reduce_dtype
         )
-    return _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
+    forward = partial(_part_of_total, dim=dim, group=group, dtype=reduce_dtype)
+    return _Sum.apply(whole, forward, partial(_gathered_as, dim=dim, group=group, dtype=gradient_dtype))
 
 
 def all_reduce(
@@ -74,7 +83,7 @@ def all_reduce(
     """Sum over all ranks, out of place, in ``reduce_dtype`` if given. Backward is the identity."""
     if has_torch_function_unary(tensor):
         return handle_torch_function(all_reduce, (tensor,), tensor, group, reduce_dtype)
-    return _AllReduce.apply(tensor, group, reduce_dtype)
+    return _Sum.apply(tensor, partial(_total, group=group, dtype=reduce_dtype), lambda gradient: gradient)
 
 
 class Tokens:
@@ -107,61 +116,41 @@ def sum_of_shares(
     return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
 
 
-class _AllGather(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
+    """What one function makes of a tensor in forward, and another of its gradient in backward."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        part: torch.Tensor,
-        dim: int,
-        group: dist.ProcessGroup,
-        sum_gradients: bool,
-        reduce_dtype: torch.dtype | None,
-    ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.sum_gradients, ctx.reduce_dtype = dim, group, sum_gradients, reduce_dtype
-        return gathered(part, dim, group)
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+        ctx.of_gradient = backward
+        return forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if not ctx.sum_gradients:
-            return own_part(gradient, ctx.dim, ctx.group), None, None, None, None
-        part = reduce_scattered(gradient, ctx.dim, ctx.group, ctx.reduce_dtype)
-        return part.to(gradient.dtype), None, None, None, None
+        return ctx.of_gradient(gradient), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        whole: torch.Tensor,
-        dim: int,
-        group: dist.ProcessGroup,
-        gradient_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.gradient_dtype = dim, group, gradient_dtype
-        return reduce_scattered(whole, dim, group, reduce_dtype).to(whole.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if ctx.gradient_dtype is not None:
-            gradient = gradient.to(ctx.gradient_dtype)
-        return gathered(gradient, ctx.dim, ctx.group), None, None, None, None
+class _Sum(_Mapping):
+    """A mapping that sums over the ranks in forward."""
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        return all_reduced(tensor, group, reduce_dtype).to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient, None, None
+SUM: Any = _Sum._backward_cls
+"""Class of autograd nodes that sum over the ranks in forward."""
 
 
-SUMS: tuple[Any, ...] = (_AllReduce._backward_cls, _ReduceScatter._backward_cls)
-"""Classes of autograd nodes that sum over the ranks in forward."""
+def _total(tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> torch.Tensor:
+    return all_reduced(tensor, group, dtype).to(tensor.dtype)
+
+
+def _part_of_total(
+    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None
+) -> torch.Tensor:
+    return reduce_scattered(whole, dim, group, dtype).to(whole.dtype)
+
+
+def _gathered_as(
+    part: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None
+) -> torch.Tensor:
+    return gathered(part if dtype is None else part.to(dtype), dim, group)
 
 
 def copy_to_tensor_model_parallel_region(
@@ -228,7 +217,8 @@ def scatter_to_sequence_parallel_region(
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_
-    return _ScatterToRegion.apply(input_, sequence_dimension, group)
+    forward = partial(own_part, dim=sequence_dimension, group=group)
+    return _Mapping.apply(input_, forward, partial(gathered, dim=sequence_dimension, group=group))
 
 
 def gather_from_sequence_parallel_region(
@@ -265,28 +255,5 @@ def copied(
     tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return ``tensor``; in backward gradients are summed over the ranks, in ``reduce_dtype`` if given."""
-    return _CopyToRegion.apply(tensor, group, reduce_dtype)
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return all_reduced(gradient, ctx.group, ctx.reduce_dtype).to(gradient.dtype), None, None
-
-
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return own_part(whole, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gathered(gradient, ctx.dim, ctx.group), None, None
+    backward = partial(_total, group=group, dtype=reduce_dtype)
+    return _Mapping.apply(tensor, lambda same: same.view_as(same), backward)

@@ -250,6 +250,26 @@ def started_processes(environment: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 1
 
 
+def started_together() -> bool:
+    """Whether this process is one of several, by the process group or else by the launcher's environment."""
+    in_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
+
+
+def reject_independent_processes(num_processes: int) -> None:
+    """Raise `MeshError` if the launcher started several processes and Accelerate sees one, ``num_processes``.
+
+    Accelerate starts them so, without an error, on a machine without accelerator when its configuration says
+    MULTI_GPU and the script does not set the CPU: independent trainings would write to the same folder.
+    """
+    started = started_processes(os.environ)
+    if started > 1 and num_processes == 1:
+        expected = f"one training in {started} processes (WORLD_SIZE={started})"
+        found = f"{started} independent trainings of one process each"
+        hint = f"Start with: {launch_command(started)} (or set ACCELERATE_USE_CPU=true on a CPU)."
+        raise MeshError([Problem("launcher", expected, found, hint)])
+
+
 def _device_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type

@@ -43,7 +43,7 @@ from .mesh import (
     whole_over_data,
 )
 from .rank_agreement import check_agreement, parameters_fact
-from .sequence_region import BaseExitHook, EntryHook, SequenceRegion
+from .sequence_region import BaseExitHook, EntryHook, ModelHook, SequenceRegion
 from .vocabulary import divide_vocabulary, problems_of_vocabulary
 from .weights import HeldGroup, ParameterTags, Partition, partitions_in, whole_of_ranks
 
@@ -320,7 +320,7 @@ def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: Parameter
     region.head_reads_parts = not decoder.parameters_between(root)
     entries[-1].register_forward_pre_hook(StepGuard(region.group, tags.put))
     for module in entries:
-        entry = EntryHook(region, module.forward, tags.put, calls_head=module is root and len(entries) > 1)
+        entry = EntryHook(region, module, tags.put, calls_head=module is root and len(entries) > 1)
         module.register_forward_pre_hook(entry, with_kwargs=True)
     base.register_forward_hook(BaseExitHook(region), always_call=True)
 
@@ -329,13 +329,11 @@ class PatchedModelError(RuntimeError):
     """A training loop would corrupt the weights of a patched model."""
 
 
-class StepGuard:
+class StepGuard(ModelHook):
     """Pre-hook of a patched model: raises if the training loop has corrupted its weights (see the module).
 
     ``put_tags`` puts tags on parameters that were made anew.
     """
-
-    part_of_the_model = True
 
     def __init__(self, group: dist.ProcessGroup, put_tags: Callable[[], None]) -> None:
         self._held_group, self._put_tags = HeldGroup(group), put_tags

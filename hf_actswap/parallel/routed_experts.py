@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +45,19 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import Problem
 from ..plan.wrappers import is_checkpointed
-from .column_input import InputSettings, column_input, input_node_of, pass_output_gradient
+from .column_input import (
+    InputSettings,
+    column_input,
+    input_node_of,
+    needs_input_gradient,
+    note_input,
+    weight_gradient,
+)
 from .families import EXPERTS, EXPERTS_IMPLEMENTATIONS
 from .gradients import TAG
 from .mappings import all_gather, copied, sum_of_shares
 from .sequence_region import SequenceRegion
-from .weights import ParameterTags, Partition, ShardedModule
+from .weights import Partition, ShardedModule, tag
 
 _KERNEL_ALIGNMENT_BYTES = 16
 """``grouped_mm`` raises unless the size of each row of its matrices is a multiple of this."""
@@ -152,10 +158,9 @@ class _RoutedProduct(torch.autograd.Function):
         ends: torch.Tensor,
         about: tuple[tuple[Any, int] | None, ProductSettings],
     ) -> torch.Tensor:
-        ctx.behind, ctx.settings = about  # autograd's graph has this edge too, so no cycle
-        ctx.x, ctx.version, ctx.shape, ctx.x_dtype = None, x._version, x.shape, x.dtype
-        if ctx.behind is None and ctx.needs_input_grad[1]:
-            ctx.x = x.detach()  # recomputed after the gather: ``x`` exists only during that
+        behind, ctx.settings = about
+        note_input(ctx, x, behind)
+        ctx.tokens = x.shape[0]
         ctx.save_for_backward(weight, order, ends)
         return _multiplied(_rows(x, order), ctx.settings.matrices(weight), ends, ctx.settings)
 
@@ -164,20 +169,15 @@ class _RoutedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         weight, order, ends = ctx.saved_tensors
-        dw, needs_x = None, ctx.needs_input_grad[0]
-        product = partial(_weight_gradient, order=order, ends=ends, settings=ctx.settings)
-        if ctx.behind is not None:
-            node, number = ctx.behind
-            pass_output_gradient(node, number, gradient, product)
-            needs_x = node.needs_input_grad[0]
-        elif ctx.x is not None:
-            if ctx.x._version != ctx.version:
-                raise RuntimeError("the input of routed experts was modified in place")
-            dw = product(gradient, ctx.x).to(weight.dtype)
-        dx = None
-        if needs_x:
-            backwards = ctx.settings.matrices(weight).transpose(1, 2)
-            dx = _combined(_multiplied(gradient, backwards, ends, ctx.settings), order, ctx.shape[0])
+        settings = ctx.settings
+
+        def product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return _outer(gradient, _rows(x, order), ends, settings)
+
+        dw, dx = weight_gradient(ctx, gradient, product, weight.dtype, "routed experts"), None
+        if needs_input_gradient(ctx):
+            backwards = settings.matrices(weight).transpose(1, 2)
+            dx = _combined(_multiplied(gradient, backwards, ends, settings), order, ctx.tokens)
         return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
 
 
@@ -228,17 +228,6 @@ class _CombinedProduct(torch.autograd.Function):
             weighted = rows * _of_rows(weights, order)
             d_weight = _outer(routed, weighted, ends, ctx.settings).to(ctx.weight_dtype)
         return d_rows, d_weights, d_weight, None, None, None
-
-
-def _weight_gradient(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    order: torch.Tensor,
-    ends: torch.Tensor,
-    settings: ProductSettings,
-) -> torch.Tensor:
-    """Return the weights' gradient ``[E, N, H]`` (or its transpose) from ``[R, N]`` and ``[T, H]``."""
-    return _outer(gradient, _rows(x, order), ends, settings)
 
 
 def _rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -512,11 +501,11 @@ def problems_of_experts(where: str, layer: nn.Module, path: str, ranks: int) -> 
         yield Problem(where, "no jitter", "router_jitter_noise, which writes into the shared input", hint)
 
 
-def divide_experts(layer: nn.Module, path: str, region: SequenceRegion, tags: ParameterTags) -> None:
+def divide_experts(layer: nn.Module, path: str, region: SequenceRegion) -> None:
     experts = ParallelExperts(layer.get_submodule(path), region, layer)
     layer.set_submodule(path, experts)
     if region.enabled and experts.layout.biased:
-        tags.add(experts, _ROWS_BIAS, **{TAG: True})
+        tag(experts, _ROWS_BIAS, **{TAG: True})
 
 
 def is_supported(experts: Any) -> bool:

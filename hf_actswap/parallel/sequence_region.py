@@ -32,8 +32,8 @@ from torch import nn
 from .column_input import InputSettings
 from .gradients import TAG
 from .layers import ParallelLinear
-from .mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from .weights import HeldGroup, ParameterTags
+from .mappings import Change, gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from .weights import HeldGroup, ParameterTags, tag
 
 SEQUENCE_DIM = -2
 """Dim of the sequence in hidden states, ``[B, S, H]``, or of their flattened tokens, ``[B S, H]``."""
@@ -200,30 +200,33 @@ def _reject_cache(arguments: dict[str, Any], length: int, ranks: int) -> None:
         )
 
 
-class EntryHook:
+class ModelHook:
+    """Base class of hooks without which a patched model does not compute (`plan.dry_run`)."""
+
+    part_of_the_model = True
+
+
+class RegionHook(ModelHook):
+    """Base class of those that know the model's region and nothing else."""
+
+    def __init__(self, region: SequenceRegion) -> None:
+        self._region = region
+
+
+class EntryHook(ModelHook):
     """Pre-hook of a model: begins a forward, unless one is under way.
 
     Args:
-        forward: the model's own forward, whose signature gives names to positional arguments.
+        model: the model that is called.
         before: called at the beginning of each forward.
         calls_head: whether the model ends with a head that is divided.
     """
 
-    part_of_the_model = True
-
     def __init__(
-        self,
-        region: SequenceRegion,
-        forward: Callable[..., Any],
-        before: Callable[[], None],
-        calls_head: bool,
+        self, region: SequenceRegion, model: nn.Module, before: Callable[[], None], calls_head: bool
     ) -> None:
         self.region, self._before, self._calls_head = region, before, calls_head
-        self._names = [
-            name
-            for name, parameter in inspect.signature(forward).parameters.items()
-            if name != "self" and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
+        self._names = argument_names(model)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -244,13 +247,8 @@ def divides_sequence(model: nn.Module) -> bool:
     return any(isinstance(hook, EntryHook) and hook.region.enabled for hook in hooks)
 
 
-class BaseExitHook:
+class BaseExitHook(RegionHook):
     """Hook of the decoder without head: gathers its hidden states, unless the head reads parts of them."""
-
-    part_of_the_model = True
-
-    def __init__(self, region: SequenceRegion) -> None:
-        self._region = region
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         region, current = self._region, self._region.current
@@ -308,10 +306,6 @@ def argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-Change = Callable[[torch.Tensor], torch.Tensor]
-"""Takes an argument or a result, and returns its replacement."""
-
-
 def with_changed(
     names: Sequence[str],
     args: tuple[Any, ...],
@@ -334,7 +328,7 @@ def with_first(output: Any, change: Callable[[Any], Any]) -> Any:
     return change(output)
 
 
-class ScatterHook:
+class ScatterHook(ModelHook):
     """Pre-hook of a layer: keeps this rank's part of the sequence.
 
     Args:
@@ -342,8 +336,6 @@ class ScatterHook:
         names: arguments that have a row for each token, ``[.., S, n]``.
         first_dim: dim of the sequence in the first argument, which is cut too; ``None``: it is cut already.
     """
-
-    part_of_the_model = True
 
     def __init__(
         self, layer: nn.Module, region: SequenceRegion, names: Sequence[str], first_dim: int | None
@@ -369,13 +361,8 @@ class ScatterHook:
         return scatter_to_sequence_parallel_region(value, dim, self._region.group)
 
 
-class WholeAgainHook:
+class WholeAgainHook(RegionHook):
     """Hook of the last layer: gathers its output, if later modules are not known to work token by token."""
-
-    part_of_the_model = True
-
-    def __init__(self, region: SequenceRegion) -> None:
-        self._region = region
 
     def __call__(self, _layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         region, current = self._region, self._region.current
@@ -397,15 +384,13 @@ def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:
             stand_in.register_forward_hook(behind)
 
 
-class TagAfterLayersHook:
+class TagAfterLayersHook(ModelHook):
     """Pre-hook of a module outside the layers: tags its parameters if its input is a part of the sequence.
 
     Before the layers a module gets the whole sequence, and its gradients are complete; after them it gets
     parts. The place where it is registered usually tells which (``behind``: after the layers); its first call
     decides.
     """
-
-    part_of_the_model = True
 
     def __init__(self, module: nn.Module, behind: bool, region: SequenceRegion, tags: ParameterTags) -> None:
         self._region, self._tags, self._behind = region, tags, False
@@ -414,23 +399,21 @@ class TagAfterLayersHook:
     def __call__(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         if self._region.is_active and self._behind != self._region.holds_parts:
             self._say(module, self._region.holds_parts)
-            self._tags.put()
+            self._tags.put(anew=True)
 
     def _say(self, module: nn.Module, behind: bool) -> None:
         if behind != self._behind:
             self._behind = behind
             for name in module._parameters:
-                self._tags.add(module, name, **{TAG: behind})
+                tag(module, name, **{TAG: behind})
 
 
-class LengthCheck:
+class LengthCheck(ModelHook):
     """Pre-hook of attention: raises if its input and its rotary tables have different lengths.
 
     They have if a layer is recomputed after the region was switched (by a caller that turned gradients off
     and on again inside one forward).
     """
-
-    part_of_the_model = True
 
     def __call__(self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")

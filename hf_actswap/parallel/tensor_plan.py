@@ -39,7 +39,7 @@ from .families import (
 from .layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, sizes_of
 from .routed_experts import is_supported
 from .sequence_region import SequenceRegion
-from .weights import ParameterTags
+from .weights import tag_summed
 
 _EXPECTED = "a plain LoRA adapter"
 
@@ -94,31 +94,25 @@ def problems_of_adapter(where: str, module: nn.Module, is_row: bool) -> Iterator
 
 
 def divide_column_adapters(
-    module: Any,
-    base: ColumnParallelLinear,
-    settings: dict[str, Any],
-    region: SequenceRegion,
-    tags: ParameterTags,
+    module: Any, base: ColumnParallelLinear, settings: dict[str, Any], region: SequenceRegion
 ) -> list[nn.Module]:
     """Put ``base`` into an adapted projection, and divide each B like it; return each A, for its input."""
     module.base_layer = base
     readers: list[nn.Module] = []
     for name, lora_a in module.lora_A.items():
         module.lora_A[name] = SharedInputLinear(lora_a, region).train(lora_a.training)
-        tags.add_summed(module.lora_A[name])
+        tag_summed(module.lora_A[name])
         module.lora_B[name] = ColumnParallelLinear.from_linear(module.lora_B[name], **settings)
         readers.append(module.lora_A[name])
     return readers
 
 
-def divide_row_adapters(
-    module: Any, settings: dict[str, Any], region: SequenceRegion, tags: ParameterTags
-) -> UnreducedRowLinear:
+def divide_row_adapters(module: Any, settings: dict[str, Any], region: SequenceRegion) -> UnreducedRowLinear:
     """Divide an adapted projection and each A by input features; a hook sums the output over the ranks."""
     base = module.base_layer = UnreducedRowLinear.from_linear(module.base_layer, **settings)
     for name, lora_a in module.lora_A.items():
         module.lora_A[name] = UnreducedRowLinear.from_linear(lora_a, **settings)
-        tags.add_summed(module.lora_B[name])
+        tag_summed(module.lora_B[name])
     module.register_forward_hook(ReduceHook(region))
     return base
 
@@ -231,7 +225,7 @@ def _matching(group: str, module: nn.Module, known: set[str]) -> Iterator[Styles
         names = (*columns, row)
         if any(prefix + name in known for name in names):
             continue
-        if not all(_exists(module, name) and is_linear(_get(module, name)) for name in names):
+        if not all(_exists(module, name) and is_linear(found_at(module, name)) for name in names):
             continue
         heads = tuple(name for name in HEAD_PARAMETERS if _exists(module, name))
         is_attention = any(KINDS.get(name) in _ATTENTION for name in columns)
@@ -260,10 +254,11 @@ def _is_inside(name: str, path: str) -> bool:
 
 
 def _exists(module: nn.Module, path: str) -> bool:
-    return isinstance(_get(module, path), nn.Module | nn.Parameter)
+    return isinstance(found_at(module, path), nn.Module | nn.Parameter)
 
 
-def _get(module: nn.Module, path: str) -> Any:
+def found_at(module: nn.Module, path: str) -> Any:
+    """Return the module or parameter at a path; ``None``: there is none."""
     parent, _, name = path.rpartition(".")
     try:
         return getattr(module.get_submodule(parent), name, None)
@@ -273,7 +268,7 @@ def _get(module: nn.Module, path: str) -> Any:
 
 def _is_row(layer: nn.Module, path: str, style: str | Columns) -> bool:
     ends = path.rpartition(".")[2] in _ROW_NAMES and style in (*_ROWS, *_GATHERED)
-    return ends and isinstance(_get(layer, path), nn.Module)
+    return ends and isinstance(found_at(layer, path), nn.Module)
 
 
 def _kind(path: str, style: str | Columns) -> Columns | None:

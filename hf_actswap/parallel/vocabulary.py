@@ -47,7 +47,14 @@ from ..errors import Problem
 from .collectives import gathered, group_or_enclosing, own_part, reduce_in_place
 from .layers import ColumnParallelLinear, ParallelEmbedding
 from .mappings import gather_from_tensor_model_parallel_region
-from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows, without_padding
+from .sequence_region import (
+    SEQUENCE_DIM,
+    ModelHook,
+    SequenceForward,
+    SequenceRegion,
+    cut_masked_rows,
+    without_padding,
+)
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -84,7 +91,7 @@ def parallel_cross_entropy(
         return handle_torch_function(
             parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, *settings
         )
-    shard = _shard_of(vocab_parallel_logits, vocabulary_size, group)
+    shard = shard_of(vocab_parallel_logits, vocabulary_size, group)
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits {list(vocab_parallel_logits.shape)} are for targets "
@@ -197,7 +204,7 @@ class _Shard:
         return mine, column.clamp(0, max(self.columns - 1, 0))
 
 
-def _shard_of(logits: torch.Tensor, vocabulary_size: int | None, group: dist.ProcessGroup) -> _Shard:
+def shard_of(logits: torch.Tensor, vocabulary_size: int | None, group: dist.ProcessGroup) -> _Shard:
     width, size = logits.shape[-1], group.size()
     vocabulary = width * size if vocabulary_size is None else vocabulary_size
     if vocabulary > width * size:
@@ -232,13 +239,13 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             own = logits[..., : shard.columns].amax(-1).to(dtype)
         else:
             own = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
-        maximum = _all_reduced(own, dist.ReduceOp.MAX, shard.group)
+        maximum = reduce_in_place(own, shard.group, dist.ReduceOp.MAX)
         shifted = _shifted(logits, maximum, shard)
         sums = [_own_targets(shifted, target, shard)]
         if label_smoothing:
             sums.append(shifted.sum(-1))
         sums.insert(1, shifted.exp_().sum(-1))
-        totals = _all_reduced(torch.stack(sums), dist.ReduceOp.SUM, shard.group)
+        totals = reduce_in_place(torch.stack(sums), shard.group)
         sum_exp = totals[1].clone()  # a view would keep all of the buffer
         log_sum_exp = sum_exp.log()
         loss = log_sum_exp - totals[0]
@@ -281,13 +288,6 @@ def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> 
         return shifted.new_zeros(target.shape)
     mine, column = shard.owned(target)  # a function of its own frees them
     return torch.where(mine, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
-
-
-def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    """Reduce ``own`` in place over the group; a fake tensor is returned as it is."""
-    if group.size() > 1 and not isinstance(own, FakeTensor):
-        reduce_in_place(own, group, operation)
-    return own
 
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
@@ -410,13 +410,13 @@ class VocabularyLoss:
         return parallel_causal_lm_loss(logits, labels, self._vocabulary_size, process_group=group, **kwargs)
 
 
-class _HeadHook:
-    """Hook of the head: if the caller is not the model's own forward, gathers the whole vocabulary."""
-
-    part_of_the_model = True
-
+class _LogitsHook(ModelHook):
     def __init__(self, region: SequenceRegion, vocabulary_size: int) -> None:
         self._region, self._vocabulary_size = region, vocabulary_size
+
+
+class _HeadHook(_LogitsHook):
+    """Hook of the head: if the caller is not the model's own forward, gathers the whole vocabulary."""
 
     def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         current = self._region.current
@@ -427,13 +427,8 @@ class _HeadHook:
         return full_logits(output, self._vocabulary_size, self._region.group)
 
 
-class _ModelExitHook:
+class _ModelExitHook(_LogitsHook):
     """Hook of the model: ends the forward and makes its logits whole."""
-
-    part_of_the_model = True
-
-    def __init__(self, region: SequenceRegion, vocabulary_size: int) -> None:
-        self._region, self._vocabulary_size = region, vocabulary_size
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         region, current, root = self._region, self._region.current, cast(Any, model)

@@ -5,16 +5,17 @@ loaded, and puts the ranks' parts together again when a model is saved.
 
 Attributes of parameters say which gradients are summed, and how a norm counts a parameter (NxD's contract).
 PyTorch drops them wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``,
-FSDP2). A `TaggedModule` keeps them itself. Norms and routed experts keep their own classes, which know
-nothing of them, so `ParameterTags` keeps theirs by module and name, and sets them again before each forward;
-under FSDP2 on the shards, which optimizers see. Such a module can have parameters divided too
-(`divide_parameter`).
+FSDP2). So each module keeps those of its parameters by name (`tag`). A `TaggedModule` sets them again
+itself. Norms and routed experts keep their own classes, which know nothing of them: `ParameterTags` sets
+theirs again before each forward; under FSDP2 on the shards, which optimizers see. Such a module can have
+parameters divided too (`divide_parameter`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -260,20 +261,37 @@ class HeldGroup:
         return HeldGroup, ()
 
 
+def tag(module: nn.Module, name: str, **tags: Any) -> None:
+    """Keep attributes on the parameter ``name`` of a module of any class; it may not be there yet."""
+    every = vars(module).setdefault("parameter_tags", {})
+    every[name] = {**every.get(name, {}), **tags}
+    _put_tags(module, module._parameters)
+
+
+def tag_summed(module: nn.Module) -> None:
+    """Tag all parameters of ``module``, submodules included: each rank has a part of their gradients."""
+    for inner in module.modules():
+        for name in inner._parameters:
+            tag(inner, name, **{TAG: True})
+
+
+def _tags_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    return vars(module).get("parameter_tags", {})
+
+
+def _put_tags(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> None:
+    for name, tags in _tags_of(module).items():
+        parameter = parameters.get(name)
+        if parameter is not None:
+            vars(parameter).update(tags)
+
+
 class TaggedModule(nn.Module):
-    """A module that puts attributes on its parameters again whenever these are made anew.
+    """A module that puts attributes (`tag`) on its parameters again whenever these are made anew.
 
     They are made anew by ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``fully_shard`` (the
-    shard and the gathered parameter) and by assignment. ``tags``: parameter name -> attributes.
+    shard and the gathered parameter) and by assignment.
     """
-
-    tags: dict[str, dict[str, Any]]
-
-    def tag(self, name: str, **tags: Any) -> None:
-        """Keep attributes on the parameter ``name``, which may not be there yet."""
-        every = self.__dict__.setdefault("tags", {})
-        every[name] = {**every.get(name, {}), **tags}
-        self._put_tags()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 writes parameters past `nn.Module.__setattr__`, and so past the tags, unless it is overridden.
@@ -281,23 +299,16 @@ class TaggedModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self._put_tags()
+        _put_tags(self, self._parameters)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._put_tags()
+        _put_tags(self, self._parameters)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._put_tags()
-
-    def _put_tags(self) -> None:
-        every: dict[str, dict[str, Any]] = self.__dict__.get("tags", {})  # nn.LayerNorm registers before
-        for name, tags in every.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                vars(parameter).update(tags)
+        _put_tags(self, self._parameters)
 
 
 class ShardedModule(TaggedModule):
@@ -326,7 +337,7 @@ class ShardedModule(TaggedModule):
     def divide(self, name: str, partition: Partition) -> None:
         """Set how the parameter ``name`` is divided; the parameter need not exist yet."""
         self.partitions[name] = partition
-        self.tag(name, **partition.tags)
+        tag(self, name, **partition.tags)
 
     def take(self, full: nn.Module) -> Self:
         """Take the rank's parts of a full module's parameters, and its training mode; return this module."""
@@ -357,10 +368,7 @@ def partitions_in(module: nn.Module) -> dict[str, Partition]:
 
 
 def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
-    """Replace a parameter of any module by this rank's part; loading a full tensor then takes this part too.
-
-    The caller must put the attributes (``partition.tags``) on the new parameter.
-    """
+    """Replace a parameter of any module by this rank's part, also of a full tensor that is loaded."""
     full = module.get_parameter(name)
     with torch.no_grad():
         module._parameters[name] = like_parameter(partition.part(full, rank), full)
@@ -368,6 +376,7 @@ def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: i
         vars(module)["partitions"] = {}
         module.register_load_state_dict_pre_hook(partial(cut_to_parts, rank=rank))
     vars(module)["partitions"][name] = partition
+    tag(module, name, **partition.tags)
 
 
 def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, rank: int) -> None:
@@ -380,36 +389,24 @@ def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 class ParameterTags:
-    """The attributes of a model's parameters, by module and name of the parameter."""
+    """Puts the attributes of a model's parameters on again, where nothing else does (`TaggedModule`)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tags: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self._tagged: list[nn.Module] | None = None
 
-    def add(self, module: nn.Module, name: str, **tags: Any) -> None:
-        """Put attributes on the parameter ``name`` of ``module``, now and whenever `put` is called."""
-        self._tags.append((module, name, tags))
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            vars(parameter).update(tags)
-
-    def add_summed(self, module: nn.Module) -> None:
-        """Tag all parameters of ``module``, submodules included: each rank has a part of their gradients."""
-        for inner in module.modules():
-            for name in inner._parameters:
-                self.add(inner, name, **{TAG: True})
-
-    def put(self) -> None:
-        """Put all attributes on again."""
+    def put(self, anew: bool = False) -> None:
+        """Put all attributes on again; ``anew``: modules may have been tagged since the last time."""
+        if anew or self._tagged is None:
+            found = (module for module in self._model.modules() if _tags_of(module))
+            self._tagged = [module for module in found if not isinstance(module, TaggedModule)]
         is_sharded = isinstance(self._model, FSDPModule)
-        for module, name, tags in self._tags:
-            parameter = module._parameters.get(name)
-            if parameter is not None:
-                vars(parameter).update(tags)
-                is_sharded = is_sharded or isinstance(parameter, DTensor)
+        for module in self._tagged:
+            _put_tags(module, module._parameters)
+            is_sharded = is_sharded or any(isinstance(p, DTensor) for p in module._parameters.values())
         if is_sharded:
-            shards = {(id(of.module), of.name): of.shard for of in sharded_parameters(self._model)}
-            for module, name, tags in self._tags:
-                shard = shards.get((id(module), name))
-                if shard is not None:
-                    vars(shard).update(tags)
+            shards: defaultdict[int, dict[str, nn.Parameter | None]] = defaultdict(dict)
+            for of in sharded_parameters(self._model):
+                shards[id(of.module)][of.name] = of.shard
+            for module in self._tagged:
+                _put_tags(module, shards[id(module)])

@@ -30,7 +30,8 @@ from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
-from ..parallel.rank_agreement import LostRanks, failing_together
+from ..parallel.mesh import reject_independent_processes, started_together
+from ..parallel.rank_agreement import LostRanks, failing_together, parameters_fact
 from ..plan import (
     ConfigOrPlan,
     MemoryPlan,
@@ -46,17 +47,67 @@ from ..report import PinningBar, Saving, console_logging, plan_summary, plan_tab
 from ..report.run_files import LOGS
 from ..stream import ChunkBudget
 from .parallel_checkpoint import checkpoint_fact, checkpoint_folder
-from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError
-from .parallel_training import DividedTraining
+from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError, reject_unsupported
+from .parallel_training import DividedTraining, begin_parallel_training
+from .pipeline_training import pipeline_of, stage_model
 from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
-from .trainer_setup import begin_for_trainer, reject_independent_processes, started_together
 
 
 def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
     """Whether a configuration or plan keeps frozen weights on the host, or may choose to."""
     place = requested.weights if isinstance(requested, MemoryPlan) else requested.memory.weights
     return place != "keep"
+
+
+_AGREED_ARGUMENTS = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_steps",
+    "num_train_epochs",
+    "optim",
+    "per_device_eval_batch_size",
+    "per_device_train_batch_size",
+    "seed",
+    "warmup_steps",
+    "weight_decay",
+)
+"""Training arguments in which ranks must not differ."""
+
+
+def _begin_for_trainer(trainer: Any, config: ActSwapConfig) -> DividedTraining:
+    """Divide a Trainer's model among the ranks, in layers or stages, and prepare the Trainer for it.
+
+    Every rank must call it, with the same configuration.
+    """
+    limit_s, asked = trainer.args.ddp_timeout, config.parallel_config
+    agreed = {name: str(getattr(trainer.args, name, None)) for name in _AGREED_ARGUMENTS}
+    parallel: DividedTraining
+    if asked.runs_pipeline:
+        with failing_together("pipeline", limit_s) as facts:
+            facts.update(agreed, parameters=parameters_fact(trainer.model))
+            staged = stage_model(trainer, config)
+        parallel = pipeline_of(trainer, staged, asked)
+    else:
+        with failing_together("training arguments", limit_s) as facts:
+            reject_unsupported(trainer, asked.tensor_parallel_size)
+            facts.update(agreed)
+        parallel = begin_parallel_training(
+            trainer.accelerator, trainer.model, config, trainer.optimizer, limit_s, limit_s
+        )
+    # The Trainer stored the old method at its construction, and reads it again only after an evaluation.
+    trainer.gather_function = functools.partial(
+        trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+    )
+    trainer.parallel = parallel
+    return parallel
 
 
 CHECKPOINT_PLAN = "actswap_plan.json"
@@ -241,7 +292,7 @@ class ActSwapCallback(TrainerCallback):
                 self._set_weights_aside(trainer, args.device)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
-                self.parallel = begin_for_trainer(trainer, self._config)
+                self.parallel = _begin_for_trainer(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def _set_weights_aside(self, trainer: Any, device: torch.device) -> None:

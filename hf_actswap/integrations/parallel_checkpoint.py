@@ -211,15 +211,8 @@ def full_optimizer_state(
         sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
         for entries in own.values()
     ]
-    found = {}
-    for name, entries in with_progress([*own.items()], sizes, progress):
-        shape, partition = parameters[name].shape, partitions.get(name)
-        gathered = {
-            key: gathered_entry(value, f"{name}: {key}", shape, partition, patched.group)
-            for key, value in entries.items()
-        }
-        if keeps:
-            found[name] = gathered
+    gathered = gathered_entries(own, parameters, partitions, patched.group)
+    found = {name: entries for name, entries in with_progress(gathered, sizes, progress) if keeps}
     return numbered_state(state["param_groups"], names, found) if keeps else {}
 
 
@@ -259,18 +252,16 @@ def own_optimizer_state(
     """Return this rank's ``state_dict`` for an optimizer of the patched model, from a whole one."""
     names, partitions = names_of_parameters(patched.model, optimizer), dict(partitions_of(patched.model))
     parameters, rank = dict(patched.model.named_parameters()), patched.group.rank()
-
-    def own_part(name: str, key: str, value: Any) -> Any:
-        parameter = parameters[name]
-        part = shard_of_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank)
-        same = isinstance(part, torch.Tensor) and part.dim() > 0 and part.shape == parameter.shape
-        return sharded_as(part, parameter) if same else part  # this rank's shard under FSDP2
-
-    return own_state(full, names, names, own_part)
+    return own_state(full, names, names, parameters, partitions, rank)
 
 
 def own_state(
-    full: Mapping[str, Any], names: Names, whole: Names, own_part: Callable[[str, str, Any], Any]
+    full: Mapping[str, Any],
+    names: Names,
+    whole: Names,
+    parameters: Mapping[str, torch.Tensor],
+    partitions: Mapping[str, Partition],
+    rank: int,
 ) -> dict[str, Any]:
     """Return this rank's ``state_dict`` for an optimizer, from one with whole tensors.
 
@@ -278,10 +269,12 @@ def own_state(
         full: the whole state. Its parameters are matched by name, if it has names (``param_names``).
         names: this rank's parameters of each group.
         whole: the parameters of each group on all ranks, in the order of a state without names.
-        own_part: returns this rank's part of an entry, from the parameter's name, the entry's key and value.
+        parameters: this rank's, by name.
+        partitions: how parameters are divided; of those that are not there, every rank has the whole.
+        rank: this rank in the tensor-parallel group.
 
     Raises:
-        ValueError: a group of ``full`` has other parameters.
+        ValueError: a group of ``full`` has other parameters, or they have other shapes.
     """
     own: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
@@ -294,25 +287,44 @@ def own_state(
         for index, name in enumerate(of_group, count):
             entries = full["state"].get(number_of[name])
             if entries is not None:
-                own["state"][index] = {key: own_part(name, key, value) for key, value in entries.items()}
+                parameter, partition = parameters[name], partitions.get(name)
+                own["state"][index] = {
+                    key: _own_part(value, f"{name}: {key}", parameter, partition, rank)
+                    for key, value in entries.items()
+                }
         numbers = list(range(count, count := count + len(of_group)))
         settings = {key: value for key, value in saved.items() if key != "param_names"}
         own["param_groups"].append({**settings, "params": numbers})
     return own
 
 
-def gathered_entry(
-    value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup | None
-) -> Any:
-    """Return an entry of an optimizer's state whole, on the CPU; every rank of the group must call it.
+def gathered_entries(
+    own: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, torch.Tensor],
+    partitions: Mapping[str, Partition],
+    group: dist.ProcessGroup | None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield parameters' names and whole entries, on the CPU; every rank of the group must read all.
 
     Args:
-        value: this rank's entry: a tensor of its parameter's shape, or a number.
-        what: name of the entry, for errors.
-        shape: shape of the parameter on this rank.
-        partition: how the parameter is divided; ``None``: every rank has it whole.
+        own: this rank's entries by a parameter's name: tensors of its shape, or numbers.
+        parameters, partitions: see `own_state`.
         group: tensor-parallel group; ``None``: nothing is divided.
     """
+    for name, entries in own.items():
+        shape, partition = parameters[name].shape, partitions.get(name)
+        yield (
+            name,
+            {
+                key: _gathered(value, f"{name}: {key}", shape, partition, group)
+                for key, value in entries.items()
+            },
+        )
+
+
+def _gathered(
+    value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup | None
+) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = whole_over_data(value.detach())
@@ -323,17 +335,19 @@ def gathered_entry(
     return whole_of_ranks(value, partition, group).cpu().clone()
 
 
-def shard_of_entry(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
-    """Return a rank's part of what `gathered_entry` returned."""
-    if not isinstance(value, torch.Tensor) or partition is None or value.dim() == 0:
+def _own_part(value: Any, what: str, parameter: torch.Tensor, partition: Partition | None, rank: int) -> Any:
+    """Return a rank's part of a whole entry."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if not partition.fits(value.shape):
-        expected = f"{partition.full_size} in dim {partition.dim}"
-        raise ValueError(f"{what}: expected {expected}, found {list(value.shape)}")
-    part = partition.part(value, rank)
-    if part.shape != shape:
-        raise ValueError(f"{what}: expected a part of shape {list(shape)}, found {list(part.shape)}")
-    return part
+    shape = parameter.shape
+    if partition is not None:
+        if not partition.fits(value.shape):
+            expected = f"{partition.full_size} in dim {partition.dim}"
+            raise ValueError(f"{what}: expected {expected}, found {list(value.shape)}")
+        value = partition.part(value, rank)
+        if value.shape != shape:
+            raise ValueError(f"{what}: expected a part of shape {list(shape)}, found {list(value.shape)}")
+    return sharded_as(value, parameter) if value.shape == shape else value  # a shard under FSDP2
 
 
 def _reject_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:

@@ -57,15 +57,14 @@ from ..parallel.rank_agreement import (
     failing_together,
     parameters_fact,
 )
-from ..parallel.sequence_region import IGNORED
-from ..parallel.vocabulary import parallel_cross_entropy
+from ..parallel.sequence_region import IGNORED, ModelHook
+from ..parallel.vocabulary import parallel_cross_entropy, shard_of
 from ..plan import MemoryPlan
 from ..planner import PlannedTraining
 from ..report import BytesBar
 from ..report.run_files import RecordedStages
 from .parallel_checkpoint import full_optimizer_state, names_of_parameters, own_optimizer_state, rebind
 from .parallel_limits import ParallelTrainingError
-from .shared_config import facts_to_compare
 
 
 def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
@@ -174,12 +173,14 @@ def replace_fused_head(patched: Patched) -> None:
         return
     settings = inspect.getclosurevars(fused).nonlocals
     _reject(settings)
-    parallel = _ParallelFusedForward(patched, root.forward, float(settings.get("temperature", 1.0)))
+    before, temperature = root.forward, float(settings.get("temperature", 1.0))
 
     # It has the signature of the model's own forward: the Trainer chooses the data's columns by it.
     @functools.wraps(type(root).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return parallel(self, *args, **kwargs)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if fused_lm_head:
+            return _fused_forward(patched, temperature, self, *args, **kwargs)
+        return before(*args, **kwargs)
 
     root.forward = types.MethodType(forward, root)
 
@@ -195,75 +196,55 @@ def _reject(settings: Mapping[str, Any]) -> None:
         )
 
 
-class _ParallelFusedForward:
-    """The forward that replaces TRL's; ``before`` is TRL's, for calls without the flag ``fused_lm_head``."""
-
-    def __init__(self, patched: Patched, before: Callable[..., Any], temperature: float) -> None:
-        self._patched, self._before, self._temperature = patched, before, temperature
-
-    def __call__(self, model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return self._before(*args, **kwargs)
-        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        count = kwargs.pop("num_items_in_batch", None)
-        kwargs["use_cache"] = False
-        output = type(model).forward(model, *args, **kwargs)
-        logits = output.logits if shifted is not None else output.logits[:, :-1]
-        targets = labels[:, 1:] if shifted is None else shifted
-        current = self._patched.region.current
-        if current is not None:
-            current.loss_computed = True
-            if current.length:  # without the padding that made the length divisible by the ranks
-                kept = current.length - (shifted is None)
-                logits, targets = logits[:, :kept], targets[:, :kept]
-        return self._fields(model, logits / self._temperature, targets, count, output)
-
-    def _fields(self, model: Any, shard: torch.Tensor, targets: torch.Tensor, count: Any, output: Any) -> Any:
-        group = self._patched.group
-        vocabulary_size = model.config.get_text_config().vocab_size
-        mask = targets != IGNORED
-        losses = parallel_cross_entropy(
-            shard, targets, process_group=group, vocabulary_size=vocabulary_size, ignore_index=IGNORED
-        )
-        with torch.no_grad():
-            own, tokens = shard.detach(), max(1, _PIECE_TOKENS // len(targets))
-            some = [slice(first, first + tokens) for first in range(0, targets.shape[1], tokens)]
-            found = [_statistics(own[:, at].float(), targets[:, at], vocabulary_size, group) for at in some]
-            entropy, is_top1 = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        loss = losses.sum() / (mask.sum().clamp(min=1) if count is None else count)
-        return ParallelFusedOutput(
-            loss=loss,
-            log_probs=-losses,
-            entropy=entropy.masked_fill(~mask, 0),
-            is_top1=is_top1 & mask,
-            label_mask=mask,
-            aux_loss=getattr(output, "aux_loss", None),
-            logits=output.logits,
-        )
+def _fused_forward(patched: Patched, temperature: float, model: Any, *args: Any, **kwargs: Any) -> Any:
+    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    count = kwargs.pop("num_items_in_batch", None)
+    kwargs["use_cache"] = False
+    output = type(model).forward(model, *args, **kwargs)
+    logits = output.logits if shifted is not None else output.logits[:, :-1]
+    targets = labels[:, 1:] if shifted is None else shifted
+    current = patched.region.current
+    if current is not None:
+        current.loss_computed = True
+        if current.length:  # without the padding that made the length divisible by the ranks
+            kept = current.length - (shifted is None)
+            logits, targets = logits[:, :kept], targets[:, :kept]
+    shard, group = logits / temperature, patched.group
+    vocabulary_size = model.config.get_text_config().vocab_size
+    mask = targets != IGNORED
+    losses = parallel_cross_entropy(
+        shard, targets, process_group=group, vocabulary_size=vocabulary_size, ignore_index=IGNORED
+    )
+    with torch.no_grad():
+        own, tokens = shard.detach(), max(1, _PIECE_TOKENS // len(targets))
+        some = [slice(first, first + tokens) for first in range(0, targets.shape[1], tokens)]
+        found = [_statistics(own[:, at].float(), targets[:, at], vocabulary_size, group) for at in some]
+        entropy, is_top1 = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    loss = losses.sum() / (mask.sum().clamp(min=1) if count is None else count)
+    return ParallelFusedOutput(
+        loss=loss,
+        log_probs=-losses,
+        entropy=entropy.masked_fill(~mask, 0),
+        is_top1=is_top1 & mask,
+        label_mask=mask,
+        aux_loss=getattr(output, "aux_loss", None),
+        logits=output.logits,
+    )
 
 
 def _statistics(
     shard: torch.Tensor, targets: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return entropy (nats) of each token's prediction, and whether its target is the top id: ``[B, S]``."""
-    first = group.rank() * shard.shape[-1]
-    held = max(0, min(shard.shape[-1], vocabulary_size - first))
-    columns = F.pad(shard[..., :held], (0, int(held == 0)), value=-torch.inf)
-    largest = columns.amax(-1)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    held = shard_of(shard, vocabulary_size, group)
+    columns = F.pad(shard[..., : held.columns], (0, int(held.columns == 0)), value=-torch.inf)
+    largest = reduce_in_place(columns.amax(-1), group, dist.ReduceOp.MAX)
     shifted = columns - largest.unsqueeze(-1)
     weights = shifted.exp()
-    own = targets - first
-    is_own = (own >= 0) & (own < held)
-    at_target = columns.gather(-1, own.clamp(0, columns.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    sums = torch.stack(
-        [
-            weights.sum(-1),
-            (weights * shifted.nan_to_num(neginf=0.0)).sum(-1),
-            (is_own & (at_target == largest)).float(),
-        ]
-    )
-    dist.all_reduce(sums, group=group)
+    is_own, place = held.owned(targets)
+    is_top = is_own & (columns.gather(-1, place.unsqueeze(-1)).squeeze(-1) == largest)
+    products = weights * shifted.nan_to_num(neginf=0.0)
+    sums = reduce_in_place(torch.stack([weights.sum(-1), products.sum(-1), is_top.float()]), group)
     total, product, top = sums.unbind()
     return total.log() - product / total, top > 0
 
@@ -585,7 +566,7 @@ def begin_parallel_training(
     Args:
         accelerator: Accelerate's accelerator.
         model: the whole model, the same on every rank, not wrapped.
-        config: a configuration with ``parallel_config``.
+        config: a configuration with ``parallel_config``, the same on every rank.
         optimizer: built on the whole model, before its first step; its parameters become the divided ones.
         timeout_s: how long ranks wait for each other when they compare what they were given.
         collectives_s: how long a collective waits; ``None``: as long as PyTorch's groups do.
@@ -602,7 +583,6 @@ def begin_parallel_training(
         check_processes(size)
         facts["processes"] = str(accelerator.num_processes)
         facts["parameters"] = parameters_fact(model)
-        facts.update(facts_to_compare(config))
     mesh = build_mesh(size, device_type=kind, timeout_s=collectives_s)
     names = None if optimizer is None else names_of_parameters(model, optimizer)
     patched = patch_model(model, config.parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
@@ -611,7 +591,7 @@ def begin_parallel_training(
     return ParallelTraining(accelerator, mesh, patched, timeout_s)
 
 
-class OwnNamesHook:
+class OwnNamesHook(ModelHook):
     """Hook before ``load_state_dict`` of a Hugging Face model: converts a state to the model's own names.
 
     ``save_pretrained`` writes some families as they were published (Mixtral, Qwen3-MoE: each matrix of an
@@ -620,8 +600,6 @@ class OwnNamesHook:
     not fit, and continue with the experts that the model has. For a divided model this hook converts first,
     by making the whole model again on the CPU. A state with the model's names is left unchanged.
     """
-
-    part_of_the_model = True
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         names = model.state_dict().keys()

@@ -71,11 +71,10 @@ from ..report.run_files import RecordedStages
 from .parallel_checkpoint import (
     Names,
     entries_by_name,
-    gathered_entry,
+    gathered_entries,
     names_of_parameters,
     numbered_state,
     own_state,
-    shard_of_entry,
 )
 from .parallel_limits import problems_of_trainer
 from .parallel_training import DividedTraining, patched_attribute
@@ -320,29 +319,23 @@ class PipelineTraining(DividedTraining):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, keeps: bool) -> dict[str, Any]:
         state, names = optimizer.state_dict(), self._names(optimizer)
-        held, partitions, group = self.staged.own_state(), self.staged.own_partitions(), self._tensor_group
+        held, partitions = self.staged.own_state(), self.staged.own_partitions()
         own = {
-            name: {
-                key: gathered_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), group)
-                for key, value in entries.items()
-            }
+            name: entries
             for name, entries in entries_by_name(state, names).items()
             if self.staged.holders(name)[0] == self.staged.stage
         }
-        found = gathered_on_first_rank(own, self._group)
+        whole = dict(gathered_entries(own, held, partitions, self._tensor_group))
+        found = gathered_on_first_rank(whole, self._group)
         full = numbered_state(state["param_groups"], self._whole(names), found)
         return full if keeps else {}
 
     def own_optimizer_state(
         self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
     ) -> dict[str, Any]:
-        names, rank = self._names(optimizer), self._tensor_rank
-        held, partitions = self.staged.own_state(), self.staged.own_partitions()
-
-        def own_part(name: str, key: str, value: Any) -> Any:
-            return shard_of_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), rank)
-
-        return own_state(full, names, self._whole(names), own_part)
+        names, staged = self._names(optimizer), self.staged
+        held, partitions = staged.own_state(), staged.own_partitions()
+        return own_state(full, names, self._whole(names), held, partitions, self._tensor_rank)
 
     def _whole(self, names: Names) -> Names:
         """Return the names of each group over all stages, in the model's order. Every rank must call it."""

@@ -15,6 +15,7 @@ from ..config import ActSwapConfig
 from ..engine import AppliedPlan
 from ..errors import Problem, short_traceback
 from ..parallel import tensor_parallel_group
+from ..parallel.mesh import reject_independent_processes
 from ..parallel.rank_agreement import LostRanks, failing_together
 from ..pipeline import PipelineError
 from ..plan import ConfigOrPlan, load_config_or_plan
@@ -22,7 +23,6 @@ from ..planner import Planner
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .shared_config import facts_to_compare
-from .trainer_setup import reject_independent_processes
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..errors import Problem, short_traceback
 from ..parallel.mesh import ParallelMesh
+from ..parallel.sequence_region import IGNORED
 from ..pipeline import PipelineError
 from .callback import ActSwapCallback
 from .parallel_checkpoint import (
@@ -31,7 +32,6 @@ from .parallel_checkpoint import (
 )
 from .parallel_training import DividedTraining, parallelism_config_set
 
-NO_LABEL = -100
 LABELS = ("labels", "shift_labels")
 
 
@@ -271,7 +271,7 @@ def mask_padding_samples(inputs: Mapping[str, Any], accelerator: Any, mesh: Para
         if isinstance(labels, torch.Tensor):
             real = max(0, state.remainder - mesh.data_parallel_rank * len(labels))
             found[name] = labels.clone()
-            found[name][real:] = NO_LABEL
+            found[name][real:] = IGNORED
     return found
 
 

@@ -332,13 +332,14 @@ class PipelineRuntime:
             )
             for module in self._modules
         ]
-        kind: Any = schedule_class(self._name, count, self.staged.layout.pp, self.staged.layout.vpp)
+        pp, vpp = self.staged.layout.pp, self.staged.layout.vpp
+        kind: Any = schedule_class(self._name, count, pp, vpp)
         one = issubclass(kind, engine.schedules.PipelineScheduleSingle)
         schedule = kind(stages[0] if one else stages, count, loss_fn=_only, scale_grads=False)
-        if one:
-            self._order = order_of_passes(self._name, count, self.staged.layout.pp, self.staged.stage)
+        if self._name == "zero_bubble" and not _is_gpipe(self._name, count, pp, vpp):
+            self._order = ()  # its backwards are made in two parts
         else:
-            self._order = _order_of(schedule.pipeline_order[self.staged.stage])
+            self._order = order_of_passes(self._name, count, pp, self.staged.stage, vpp)
         return schedule
 
 
@@ -412,18 +413,6 @@ def order_of_passes(
     for number, backward in enumerate(backwards):
         found += [backward, *forwards[number + ahead : number + ahead + 1]]
     return tuple(found)
-
-
-def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
-    """Return the passes in torch's list of a rank's actions; empty if backwards are divided in two."""
-    named = [(action.computation_type.value, action) for action in actions if action is not None]
-    if any(kind in ("I", "W") for kind, _ in named):  # I: gradients of inputs, W: of weights
-        return ()
-    return tuple(
-        Pass(action.stage_index, action.microbatch_index, kind == "B")
-        for kind, action in named
-        if kind in ("F", "B")
-    )
 
 
 def problem_of_schedule(

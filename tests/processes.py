@@ -160,14 +160,19 @@ def run_trainers_in_fork(worker: str, world_size: int, rank: int, folder: Path) 
 
 def run_trainers(cases: str, world_size: int, rank: int, folder: str) -> None:
     """Run functions of Trainers in this process; see `launch_trainers`."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
+    set_launchers_environment(rank, world_size)
     module, _, name = cases.partition(":")
     functions = getattr(importlib.import_module(module), name)
     run_cases(
         rank, folder, world_size, {case: partial(_on_folder, run, folder) for case, run in functions.items()}
     )
+
+
+def set_launchers_environment(rank: int, world_size: int) -> None:
+    """Set what a launcher tells a process, on a CPU."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
 
 
 def _on_folder(run: Callable[[Path], object], folder: str, _: dist.ProcessGroup | None) -> object:
@@ -179,6 +184,15 @@ def join_group(rank: int, folder: str, world_size: int, limit_s: float = 90) -> 
     store = dist.FileStore(str(Path(folder, "store")), world_size)
     limit = timedelta(seconds=limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def told(call: Callable[[], object]) -> str:
+    """The error that a call raises, with its kind."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def result(folder: Path, name: str, rank: int = 0) -> Any:

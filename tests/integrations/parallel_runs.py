@@ -175,12 +175,3 @@ def replica_drift(held: Any) -> float:
             torch.distributed.all_gather(parts, own.contiguous(), group=group)
             largest = max(largest, *((part - own).abs().max().item() for part in parts))
     return largest
-
-
-def told(call: Callable[[], object]) -> str:
-    """The error that a call raises, with its kind."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"

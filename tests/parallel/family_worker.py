@@ -121,9 +121,12 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def run_families(families: Sequence[str], rank: int, folder: str) -> None:
-    """Divide some families among two ranks."""
-    _run(rank, folder, 2, {family: _divisions(family) for family in families})
+def run_families(families: Sequence[str], both_ways: Sequence[str], rank: int, folder: str) -> None:
+    """Divide some families among two ranks; those that are not in ``both_ways`` with the sequence only."""
+    found = {family: _divisions(family) for family in families}
+    for family in set(families) - set(both_ways):
+        del found[family]["tp2"]
+    _run(rank, folder, 2, found)
 
 
 def run_everything(rank: int, folder: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,15 +36,21 @@ def parallel_llama(group: dist.ProcessGroup, sequence_parallel: bool) -> LlamaFo
     for name, parameter in model.model.layers.named_parameters():
         if name.endswith("proj.weight"):
             nn.init.normal_(parameter, std=0.05)
-    enter, leave = (_gather, _reduce_scatter) if sequence_parallel else (_copy, _reduce)
+    at: dict[str, Any] = {"sequence_dimension": SEQUENCE_DIM, "process_group": group}
+    if sequence_parallel:
+        enter = partial(gather_from_sequence_parallel_region, **at)
+        leave = partial(reduce_scatter_to_sequence_parallel_region, **at)
+    else:
+        enter = partial(copy_to_tensor_model_parallel_region, process_group=group)
+        leave = partial(reduce_from_tensor_model_parallel_region, process_group=group)
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _map_output(norm, enter(group))
+            _map_output(norm, enter)
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            _map_output(projection, leave(group))
+            _map_output(projection, leave)
     if sequence_parallel:
-        _map_input(model.model.layers[0], _scatter(group))
-        _map_input(model.model.norm, _gather(group, to_model_parallel=False))
+        _map_input(model.model.layers[0], partial(scatter_to_sequence_parallel_region, **at))
+        _map_input(model.model.norm, partial(enter, to_model_parallel=False))
     return model
 
 
@@ -54,23 +62,3 @@ def _map_output(module: nn.Module, mapping: Mapping) -> None:
 def _map_input(module: nn.Module, mapping: Mapping) -> None:
     forward = module.forward
     module.forward = lambda hidden, *args, **kwargs: forward(mapping(hidden), *args, **kwargs)
-
-
-def _gather(group: dist.ProcessGroup, to_model_parallel: bool = True) -> Mapping:
-    return lambda x: gather_from_sequence_parallel_region(x, SEQUENCE_DIM, to_model_parallel, group)
-
-
-def _reduce_scatter(group: dist.ProcessGroup) -> Mapping:
-    return lambda x: reduce_scatter_to_sequence_parallel_region(x, SEQUENCE_DIM, process_group=group)
-
-
-def _scatter(group: dist.ProcessGroup) -> Mapping:
-    return lambda x: scatter_to_sequence_parallel_region(x, SEQUENCE_DIM, group)
-
-
-def _copy(group: dist.ProcessGroup) -> Mapping:
-    return lambda x: copy_to_tensor_model_parallel_region(x, group)
-
-
-def _reduce(group: dist.ProcessGroup) -> Mapping:
-    return lambda x: reduce_from_tensor_model_parallel_region(x, group)

@@ -182,6 +182,8 @@ QUICK = (
     *("gpt_oss", "bloom", "falcon", "cohere2", "deepseek_v3", "llama4_text"),
 )
 """Of the most used those whose layers differ most."""
+QUICK_BOTH_WAYS = ("llama", "mixtral", "gpt2", "bloom")
+"""Those that are quickly tested without sequence parallelism too."""
 MOST_USED = (
     *QUICK,
     *("qwen2", "qwen3_moe", "mistral", "gemma", "gemma2", "phi", "opt", "olmo2", "granite", "glm4"),

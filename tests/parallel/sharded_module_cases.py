@@ -14,7 +14,6 @@ from hf_actswap.parallel import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     ParallelEmbedding,
-    Partition,
     RowParallelLinear,
     SharedInput,
     tensor_parallel_group,
@@ -186,18 +185,3 @@ def _adding(layer: ColumnParallelLinear) -> ColumnParallelLinear:
     double = copy.deepcopy(layer)
     double.skip_bias_add = False
     return double
-
-
-def case_partition_round_trip(group: dist.ProcessGroup) -> None:
-    full = torch.arange(2 * 24 * 3).view(2, 24, 3)
-    for arguments in (
-        {"stride": 1},
-        {"stride": 3},
-        {"sections": (16, 8)},
-        {"sections": (16, 4, 4), "replicas": (1, 2, 2)},
-        {"sections": (17, 7), "padded": True},
-    ):
-        partition = Partition.of(1, 24, 4, **arguments)
-        parts = [partition.part(full, rank) for rank in range(4)]
-        assert {one.shape[1] for one in parts} == {partition.local_size}
-        assert torch.equal(partition.whole(parts), full)

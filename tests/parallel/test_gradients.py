@@ -4,29 +4,393 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_actswap.parallel.gradients import GradientState, GradientWatch, watch_of
-from tests.parallel.gradients_worker import (
-    ALL,
-    HIDDEN,
-    MAX_NORM,
-    NORM_CASES,
-    PAIRS,
-    STEPS,
-    WORLD_SIZE,
-    Toy,
-    batch,
-    gradients,
-    norm_model,
-    run_on_rank,
+from hf_actswap.parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    tensor_parallel_group,
 )
-from tests.processes import launched, of_ranks, result
+from hf_actswap.parallel.gradients import (
+    GradientState,
+    GradientWatch,
+    TaggedGradients,
+    allreduce_sequence_parallel_gradients,
+    clip_grad_norm,
+    forget_sums,
+    get_grad_norm,
+    watch_of,
+)
+from tests.parallel.collective_calls import Collective, wrapped
+from tests.processes import launched, of_ranks, result, run_cases, told
+
+WORLD_SIZE = 4
+TOKENS, HIDDEN, OUT = 12, 6, 8
+MAX_NORM, STEPS = 0.05, 5
+PAIRS, ALL = [[0, 1], [2, 3]], [[0, 1, 2, 3]]
+
+
+class Toy(nn.Module):
+    """A norm on this rank's tokens, a gather, this rank's rows of a weight; whole without a group.
+
+    Args:
+        group: tensor-parallel group; ``None``: one process.
+        tagged: whether what sees a part of the tokens says so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, tagged: bool = True) -> None:
+        super().__init__()
+        self.group = group
+        generator = torch.Generator().manual_seed(1)
+        self.scale = nn.Parameter(torch.rand(HIDDEN, generator=generator) + 0.5)
+        self.bias = nn.Parameter(torch.rand(HIDDEN, generator=generator))
+        weight = torch.randn(OUT, HIDDEN, generator=generator)
+        self.weight = nn.Parameter(weight if group is None else own(weight, group))
+        self.retag(tagged)
+
+    def retag(self, tagged: bool = True) -> None:
+        self.scale.sequence_parallel_enabled = self.bias.sequence_parallel_enabled = tagged
+        self.weight.tensor_model_parallel = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.group is None else own(x, self.group)
+        hidden = torch.tanh(x * self.scale + self.bias)
+        if self.group is None:
+            return (hidden @ self.weight.T).sin().mean()
+        hidden = gather_from_sequence_parallel_region(hidden, process_group=self.group)
+        part = (hidden @ self.weight.T).sin().sum() / (TOKENS * OUT)
+        return reduce_from_tensor_model_parallel_region(part, self.group)
+
+
+def own(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return whole.chunk(group.size())[group.rank()].clone()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 + number))
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        name.removeprefix("module."): None if p.grad is None else p.grad.detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, torch.dtype]]]:
+    """The all-reduces inside: elements and dtype of each."""
+    calls: list[tuple[int, torch.dtype]] = []
+
+    def counting(_: str, all_reduce: Collective) -> Collective:
+        def call(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+            calls.append((tensor.numel(), tensor.dtype))
+            return all_reduce(tensor, *arguments, **settings)
+
+        return call
+
+    with wrapped(counting, ["all_reduce"]):
+        yield calls
+
+
+def accumulation(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Gradients after 1, 2 and 3 micro-batches, over two steps, by who reduces them."""
+
+    def run(who: str, micro_batches: int) -> list[dict[str, torch.Tensor | None]]:
+        toy, found = Toy(group), []
+        optimizer = torch.optim.AdamW(toy.parameters())
+        ours = TaggedGradients(toy, group) if who in ("ours", "both") else None
+        for step in range(2):
+            for number in range(micro_batches):
+                toy(batch(step + number)).backward()
+            if ours is not None:
+                ours.reduce()
+            if who in ("user", "both"):
+                allreduce_sequence_parallel_gradients(optimizer, group)
+                for parameter in toy.parameters():  # as clipping does
+                    parameter.grad.mul_(1.0)
+                with tensor_parallel_group(group):
+                    allreduce_sequence_parallel_gradients(optimizer)
+            found.append(gradients(toy))
+            optimizer.zero_grad()
+        return found
+
+    return {f"{who} {n}": run(who, n) for who in ("ours", "user", "both", "nobody") for n in (1, 2, 3)}
+
+
+def training(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Parameters, losses and norms of five clipped steps, with the reduction and without."""
+
+    def run(reduces: bool) -> dict[str, Any]:
+        toy = Toy(group)
+        optimizer = torch.optim.AdamW(toy.parameters(), lr=0.05)
+        losses, norms = [], []
+        for step in range(STEPS):
+            loss = toy(batch(step))
+            loss.backward()
+            if reduces:
+                allreduce_sequence_parallel_gradients(optimizer, group)
+            norms.append(clip_grad_norm(toy.parameters(), MAX_NORM, process_group=group))
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = {name: p.detach() for name, p in toy.named_parameters()}
+        return {"parameters": parameters, "losses": torch.stack(losses), "norms": torch.stack(norms)}
+
+    return {"reduced": run(True), "not reduced": run(False)}
+
+
+def membership(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Gradients that some ranks lack; what takes part, in how many collectives."""
+    names = ("both", "first", "nobody", "frozen", "untagged", "half", "ends")
+    p = {
+        name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16 if name == "half" else None)) for name in names
+    }
+    for name in names:
+        p[name].sequence_parallel_enabled = name != "untagged"
+    p["frozen"].requires_grad_(False)
+    weight = float(group.rank() + 1)
+    uses = ["both", "untagged", "half", "ends"] + (["first"] if group.rank() == 0 else [])
+    torch.stack([p[name].float().sum() * weight for name in uses]).sum().backward()
+    listed = [*p.values(), p["both"]]
+    with counted() as calls:
+        allreduce_sequence_parallel_gradients(listed, group)
+    found = {name: None if q.grad is None else q.grad.tolist() for name, q in p.items()}
+    with counted() as again:
+        allreduce_sequence_parallel_gradients(listed, group)
+    untagged: list[torch.Tensor] = [p["untagged"]]
+    with counted() as none:
+        allreduce_sequence_parallel_gradients(untagged, group)
+    return {"gradients": found, "calls": calls, "again": again, "none": none}
+
+
+def precision(group: dist.ProcessGroup) -> dict[str, Any]:
+    """bf16 gradients 1 and 3 2^-9 on every other rank: lost in bf16, kept in fp32 until the end."""
+    found = {}
+    for name, dtype in (("own", None), ("fp32", torch.float32)):
+        parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        parameter.sequence_parallel_enabled = True
+        parameter.grad = torch.full_like(parameter, 1.0 if group.rank() == 0 else 3 * 2.0**-9)
+        with counted() as calls:
+            allreduce_sequence_parallel_gradients([parameter], group, reduce_dtype=dtype)
+        found[name] = (parameter.grad.tolist(), calls)
+    return found
+
+
+def main_gradients(group: dist.ProcessGroup) -> list[list[float]]:
+    """Gradients gathered in ``.main_grad`` in fp32 by the user's hook, zeroed in place; three steps."""
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    parameter.sequence_parallel_enabled = True
+    parameter.main_grad = torch.zeros(2)
+
+    def gather(of: torch.Tensor) -> None:
+        of.main_grad += of.grad
+        of.grad = None
+
+    parameter.register_post_accumulate_grad_hook(gather)
+    ours, found = TaggedGradients([parameter], group), []
+    for step in range(3):
+        for _ in range(2):
+            (parameter * (group.rank() + 1 + step)).sum().backward()
+        ours.reduce()
+        allreduce_sequence_parallel_gradients([parameter], group)
+        found.append(parameter.main_grad.tolist())
+        parameter.main_grad.zero_()
+    return found
+
+
+def mistakes(group: dist.ProcessGroup) -> dict[str, Any]:
+    toy = Toy(group)
+    ours, found = TaggedGradients(toy, group), {}
+    toy(batch(0)).backward()
+    parameters = list(toy.parameters())
+    found["norm before"] = told(lambda: get_grad_norm(parameters, process_group=group))
+    found["clip before"] = told(lambda: clip_grad_norm(parameters, 1.0, process_group=group))
+    ours.reduce()
+    found["norm after"] = told(lambda: get_grad_norm(parameters, process_group=group))
+    toy(batch(1)).backward()
+    found["mixed"] = told(ours.reduce)
+    found["mixed norm"] = told(lambda: get_grad_norm(parameters, process_group=group))
+    toy(batch(1)).backward()
+    found["still mixed"] = told(ours.reduce)
+    toy.zero_grad(set_to_none=False)
+    toy(batch(1)).backward()
+    found["zeroed"] = told(ours.reduce)
+    found["zeroed gradients"] = gradients(toy)
+    toy.zero_grad(set_to_none=False)
+    toy(batch(0)).backward()
+    toy(batch(1)).backward()
+    found["zeroed again"] = told(ours.reduce)
+    found["zeroed again gradients"] = gradients(toy)
+    torch.autograd.grad(toy(batch(2)), [toy.scale])
+    found["computed only"] = told(ours.reduce)
+    found["computed only gradients"] = gradients(toy)
+    toy.scale.grad = toy.scale.grad * 2
+    found["replaced"] = told(ours.reduce)
+    forget_sums(toy)
+    toy.scale.grad, toy.bias.grad = torch.ones(HIDDEN), None
+    found["forgotten"] = told(ours.reduce)
+    found["forgotten gradient"] = toy.scale.grad.clone()
+    found["no group"] = told(lambda: allreduce_sequence_parallel_gradients(toy))
+    found["norm type"] = told(lambda: get_grad_norm(parameters, 0.0, process_group=group))
+    watched = [watch_of(p) is not None for p in toy.parameters()]
+    ours.remove()
+    left = [watch_of(p) is not None or bool(p._backward_hooks) for p in toy.parameters()]
+    found["watched"] = (watched, left)
+    return found
+
+
+def norms(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Norms of gradients that are shards of one model's; `norm_model` makes the whole."""
+    size, rank, found = group.size(), group.rank(), {}
+    for case, names in NORM_CASES.items():
+        parameters = []
+        for name in names:
+            whole = norm_model(size)[name]
+            parameter = nn.Parameter(torch.zeros(0, dtype=whole.dtype))
+            if name.startswith("column"):
+                gradient = whole.chunk(size)[rank].clone()
+                parameter.tensor_model_parallel = True
+            elif name.startswith("heads"):  # half as many different shards as ranks
+                gradient = whole.chunk(size // 2)[rank // 2].clone()
+                parameter.tensor_model_parallel, parameter.replicated_over = True, 2
+            elif name.startswith("fused"):  # rows of which all are different, then rows as of "heads"
+                own, shared = whole.split([8 * size, 8 * size])
+                parts = own.chunk(size)[rank], shared.chunk(size // 2)[rank // 2]
+                gradient = torch.cat(parts)
+                parameter.tensor_model_parallel = True
+                parameter.replicated_over = ((len(parts[0]), 1), (len(parts[1]), 2))
+            else:
+                gradient = whole.clone()
+            parameter.data = torch.zeros_like(gradient)
+            parameter.grad = None if name.endswith("none") else gradient
+            parameters.append(parameter)
+        for norm_type in (1.0, 2.0, 3.5, math.inf):
+            found[f"{case} {norm_type}"] = get_grad_norm(parameters, norm_type, process_group=group)
+        clip_grad_norm(iter([*parameters, *parameters]), 1.5, process_group=group)
+        found[f"{case} clipped"] = get_grad_norm(parameters, process_group=group)
+    with counted() as calls:
+        get_grad_norm(parameters, process_group=group)
+    found["calls"] = calls
+    return found
+
+
+NORM_CASES: dict[str, list[str]] = {
+    "all": ["column a", "column b", "heads", "norm a", "norm b", "column none"],
+    "sharded": ["column a", "column b"],
+    "replicated": ["norm a", "norm b"],
+    "heads": ["heads"],
+    "fused": ["fused", "norm a"],
+    "half": ["column half", "norm half", "norm a"],
+    "double": ["column double"],
+    "absent": ["column none"],
+    "empty": [],
+}
+
+
+def norm_model(size: int) -> dict[str, torch.Tensor]:
+    """The whole model's gradients, 10 randn."""
+    generator = torch.Generator().manual_seed(9)
+    found = {
+        name: torch.randn(8 * size if "norm" not in name else 5, 16, generator=generator) * 10
+        for name in ("column a", "column b", "heads", "norm a", "norm b", "column none", "column half")
+    }
+    found["fused"] = torch.randn(16 * size, 16, generator=generator) * 10
+    found["norm half"] = found["norm b"].bfloat16()
+    found["column half"] = found["column half"].bfloat16()
+    found["column double"] = found["column a"].double()
+    return found
+
+
+def not_finite(group: dist.ProcessGroup) -> dict[str, str]:
+    """One element of one rank's shard is not finite; every rank must see it."""
+    found = {}
+    for value in (math.inf, math.nan):
+        for norm_type in (2.0, math.inf):
+            parameter = nn.Parameter(torch.zeros(3))
+            parameter.tensor_model_parallel = True
+            parameter.grad = torch.ones(3)
+            if group.rank() == group.size() - 1:
+                parameter.grad[1] = value
+            given = [parameter]
+            found[f"{value} {norm_type}"] = told(
+                lambda given=given, norm_type=norm_type: clip_grad_norm(
+                    given, 1.0, norm_type, error_if_nonfinite=True, process_group=group
+                )
+            )
+    return found
+
+
+def data_parallel(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Two models of two ranks each: DDP and FSDP2 over the data axis, accumulation 2, two steps, clipped."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_group, data_rank = mesh.get_group("tp"), mesh.get_local_rank("dp")
+    found: dict[str, Any] = {}
+    for kind in ("ddp", "ddp views", "fsdp2"):
+        toy = Toy(tensor_group)
+        if kind == "fsdp2":
+            fully_shard(toy, mesh=mesh["dp"])
+            toy.retag()
+            wrapped: Any = toy
+        else:
+            wrapped = DistributedDataParallel(
+                toy, process_group=mesh.get_group("dp"), gradient_as_bucket_view=kind == "ddp views"
+            )
+        ours = TaggedGradients(toy, tensor_group)
+        optimizer = torch.optim.SGD(toy.parameters(), lr=0.1)
+        for step in range(3):
+            for number in range(2):
+                last = number == 1
+                if kind == "fsdp2":
+                    toy.set_requires_gradient_sync(last)
+                with nullcontext() if last or kind == "fsdp2" else wrapped.no_sync():
+                    wrapped(batch(10 * step + 2 * number + data_rank)).backward()
+            ours.reduce()
+            allreduce_sequence_parallel_gradients(optimizer, tensor_group)
+            norm = clip_grad_norm(toy.parameters(), MAX_NORM, process_group=tensor_group)
+            allreduce_sequence_parallel_gradients(optimizer, tensor_group)
+            whole = {
+                name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+                for name, p in toy.named_parameters()
+            }
+            found[f"{kind} {step}"] = (norm, whole)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+CASES = {
+    "accumulation": accumulation,
+    "accumulation_4": accumulation,
+    "training": training,
+    "training_4": training,
+    "membership": membership,
+    "precision": precision,
+    "main_gradients": main_gradients,
+    "mistakes": mistakes,
+    "norms": norms,
+    "norms_4": norms,
+    "not_finite": not_finite,
+    "data_parallel": data_parallel,
+}
+CASE_GROUPS = {name: ALL if name.endswith("_4") else PAIRS for name in CASES} | {"data_parallel": []}
+
+
+def run_on_rank(rank: int, folder: str) -> None:
+    run_cases(rank, folder, WORLD_SIZE, CASES, CASE_GROUPS)
+
 
 dist_test = pytest.mark.dist
 GROUPS = {2: PAIRS, 4: ALL}

@@ -20,6 +20,7 @@ from tests.pipeline.trainer_worker import (
     DIVIDED_MORE,
     DIVIDED_SLOW,
     ONE_AGAIN,
+    SCHEDULES,
     SLOW,
     TWO,
     Run,
@@ -49,6 +50,13 @@ def alike(found: Run, expected: Run) -> None:
     assert found.losses == expected.losses
     assert found.norms == expected.norms
     assert found.evaluations == expected.evaluations
+
+
+def assert_same_weights(file: Path, folder: Path) -> None:
+    """A file has the same tensors as the one of its name in the folder."""
+    found, expected = load_file(file), load_file(folder / file.name)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
 APART = ("dropout", "opened", "planned", "predicted", "rejections")
@@ -97,26 +105,20 @@ def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Pat
     for rank in range(2):
         alike(result(runs, name, rank), result(runs, expected, rank))
     (file,) = (runs / f"{name} 1f1b 2" / "last").glob("*.safetensors")
-    found, whole = load_file(file), load_file(runs / folder / "last" / file.name)
-    assert list(found) == list(whole)
-    assert all(torch.equal(found[key], whole[key]) for key in found)
+    assert_same_weights(file, runs / folder / "last")
 
 
 @pytest.mark.parametrize(
     "name", slow_among(["saving", *(name for name in CASES if name not in ("lora", "tied"))], SLOW)
 )
 def test_the_saved_model_is_that_of_one_process(name: str, runs: Path) -> None:
-    found = load_file(runs / f"{name} 1f1b 2" / "last" / "model.safetensors")
-    expected = load_file(runs / f"{name} one 1" / "last" / "model.safetensors")
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    file = runs / f"{name} 1f1b 2" / "last" / "model.safetensors"
+    assert_same_weights(file, runs / f"{name} one 1" / "last")
 
 
 def test_saved_adapters_and_tied_models_are_whole(runs: Path) -> None:
-    found = load_file(runs / "lora 1f1b 2" / "last" / "adapter_model.safetensors")
-    expected = load_file(runs / "lora one 1" / "last" / "adapter_model.safetensors")
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    adapters = runs / "lora 1f1b 2" / "last" / "adapter_model.safetensors"
+    assert_same_weights(adapters, runs / "lora one 1" / "last")
     tied: Any = AutoModelForCausalLM.from_pretrained(runs / "tied 1f1b 2" / "last")
     alone = AutoModelForCausalLM.from_pretrained(runs / "tied one 1" / "last").state_dict()
     for key, value in tied.state_dict().items():
@@ -132,8 +134,8 @@ def test_the_optimizer_of_all_stages_is_saved_as_in_one_process(runs: Path) -> N
 
 
 def test_each_rank_trains_and_logs_its_own_layers(runs: Path) -> None:
-    trained = [result(runs, "plain 1f1b", rank).trained for rank in range(2)]
-    assert sum(trained) == result(runs, "plain one").trained
+    trained = [result(runs, "saving 1f1b", rank).trained for rank in range(2)]
+    assert sum(trained) == result(runs, "saving one").trained
     lines = [result(runs, "table 1f1b", rank).log.splitlines() for rank in range(2)]
     full = [[line for line in of_rank if "Set full recompute" in line] for of_rank in lines]
     assert full[0] == ["-INFO - Set full recompute at layer 0"]
@@ -141,15 +143,11 @@ def test_each_rank_trains_and_logs_its_own_layers(runs: Path) -> None:
     assert all("-INFO - Formative layer_recompute: [[1, 2]]" in of_rank for of_rank in lines)
 
 
-def test_windows_know_the_schedule(runs: Path) -> None:
-    for schedule, knows in (
-        ("1f1b", True),
-        ("gpipe", True),
-        ("interleaved_1f1b", True),
-        ("zero_bubble", False),
-    ):
-        assert [result(runs, f"mixed {schedule}", rank).crosses for rank in range(2)] == [knows] * 2
-    assert not result(runs, "plain 1f1b").crosses  # nothing is swapped
+@pytest.mark.parametrize("schedule", slow_among(SCHEDULES, SLOW, "reported "))
+def test_windows_know_the_schedule(schedule: str, runs: Path) -> None:
+    knows = schedule != "zero_bubble"
+    assert [result(runs, f"reported {schedule}", rank).crosses for rank in range(2)] == [knows] * 2
+    assert not result(runs, "saving 1f1b").crosses  # nothing is swapped
 
 
 def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) -> None:
@@ -336,7 +334,7 @@ def test_the_optimizer_of_divided_stages_is_saved_whole(divided: Path) -> None:
 
 def test_ranks_of_a_divided_stage_log_its_layers(divided: Path) -> None:
     for rank in range(4):
-        lines = result(divided, "divided small norm", rank).log.splitlines()
+        lines = result(divided, "divided table", rank).log.splitlines()
         own = {line for line in lines if "Set full recompute" in line}
         layers = [0] if rank < 2 else [1, 3]
         assert own == {f"-INFO - Set full recompute at layer {layer}" for layer in layers}

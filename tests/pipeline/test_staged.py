@@ -192,4 +192,4 @@ def test_ops_are_followed_in_every_chunk(two: Path) -> None:
 
 def test_swap_acts_on_both_stages(two: Path) -> None:
     for name in ("1f1b swap", "gpipe swap", "zero_bubble swap", "interleaved_1f1b swap"):
-        assert all(result(two, name, rank).offloads > 300 for rank in range(2)), name
+        assert all(result(two, name, rank).offloads > 150 for rank in range(2)), name

@@ -21,9 +21,9 @@ from hf_actswap.engine import Link, PageableSlabs, host_budget, plan_runtime
 from hf_actswap.integrations.pipeline_training import PipelineTraining
 from hf_actswap.planner import start
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
-from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
+from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make
 from tests.pipeline.staged_worker import tiny_model
-from tests.processes import run_trainers
+from tests.processes import run_trainers, told
 
 STEPS = 4
 MIXED = {
@@ -46,20 +46,20 @@ class MeasuringTrainer(OrderedTrainer):
         return {f"sum_{index}": float(values.sum()) for index, values in enumerate(found)}
 
 
+REPORTED = {"max_steps": 6, "logging_steps": 1, "eval_steps": 3}
+"""Enough steps for a record to measure one."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "mixed": {"sections": MIXED},
-    "small norm": {"max_grad_norm": 0.01},
     "one epoch": {"max_steps": -1, "num_train_epochs": 1.0, "per_device_train_batch_size": 5},
-    "table": {"sections": {"recompute_config": {"recompute": [1, 2]}}},
-    "lora": {"family": "lora"},
-    "tied": {"family": "tied"},
+    "table": {"sections": {"recompute_config": {"recompute": [1, 2]}}, "max_grad_norm": 0.01, "max_steps": 2},
+    "lora": {"family": "lora", "max_steps": 2},
+    "tied": {"family": "tied", "max_steps": 2},
     "bf16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
     "tiled": {"sections": {"tile_config": {"loss": 2}}},
     "wide": {"per_device_eval_batch_size": 6},
     "metrics": {"kind": MeasuringTrainer},
-    "reported": {"sections": MIXED, "max_steps": 6, "logging_steps": 1},
+    "reported": {"sections": MIXED, **REPORTED},
     "twenty steps": {"sections": MIXED, "max_steps": 20, "logging_steps": 1},
 }
 
@@ -184,7 +184,7 @@ def planned(
             "memory": {**memory, "search_steps": 2, "min_tensor_mib": 0.0005},
             "parallel_config": {"tensor_parallel_size": ranks},
         }
-        more = {"max_steps": 6, "logging_steps": 1, "interleaves": interleaves, **(settings or {})}
+        more = {**REPORTED, "interleaves": interleaves, **(settings or {})}
         return trained(stages, name, schedule, folder, sections=sections, model=model, resume=resume, **more)
 
 
@@ -273,7 +273,9 @@ def opened(family: str, folder: Path, whole: bool = False, **parallel: Any) -> R
         targets = ["q_proj", "up_proj"]
         model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     name = f"opened {'whole ' if whole else ''}{family}"
-    return trained(2, name, "1f1b", folder, sections={"parallel_config": parallel}, model=model)
+    steps = CASES.get(family, {}).get("max_steps", STEPS)
+    sections = {"parallel_config": parallel}
+    return trained(2, name, "1f1b", folder, sections=sections, model=model, max_steps=steps)
 
 
 SAVING = {
@@ -298,7 +300,7 @@ TWO: dict[str, Any] = {
     **{f"{name} 1f1b": partial(trained, 2, name, "1f1b") for name in CASES},
     **{
         f"{name} {schedule}": partial(trained, 2, name, schedule, interleaves=interleaves)
-        for name in ("mixed", "twenty steps")
+        for name in ("reported", "twenty steps")
         for schedule, interleaves in SCHEDULES.items()
     },
     "saving 1f1b": partial(trained, 2, "saving", "1f1b", **SAVING),
@@ -331,11 +333,12 @@ TWO: dict[str, Any] = {
 }
 """Two stages."""
 
-SLOW_CASES = ("metrics", "one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
+SLOW_CASES = ("plain", "metrics", "one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
 SLOW = {
     *SLOW_CASES,
     *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", *SCHEDULES)),
     *(
+        "reported gpipe",
         "dropout 1f1b",
         "dropout resumed",
         "opened llama",
@@ -387,19 +390,18 @@ ONE_AGAIN: dict[str, Any] = {
 }
 """One process again."""
 
-TABLE = {"recompute_config": {"recompute": [1, 2]}}
 SLICED = {"recompute_config": {"recompute": [2, 1], "recompute_slice_activation": True}}
 DIVIDED: dict[str, dict[str, Any]] = {
     "plain": {"sequence": False, "sections": SLICED},
     "saving": {"sections": MIXED, **SAVING},
-    "small norm": {"schedule": "interleaved_1f1b", "interleaves": 2, "sections": TABLE},
-    "tied": {"schedule": "gpipe"},
-    "metrics": {},
+    "table": {"schedule": "interleaved_1f1b", "interleaves": 2},
+    "tied": {"sequence": False, "sections": SLICED},
+    "metrics": {"schedule": "gpipe"},
     "resumed": {"resume": "divided saving 1f1b 2/checkpoint-2", "sequence": False},
     "resumed from one": {"resume": "saving one 1/checkpoint-2"},
 }
 """By name of the training in one process."""
-DIVIDED_SLOW = ("saving", "tied", "metrics", "resumed", "resumed from one")
+DIVIDED_SLOW = ("plain", "saving", "metrics", "resumed", "resumed from one")
 """Those that a quick launch leaves out, with what resumes from them and a model opened by stage."""
 DIVIDED_MORE: dict[str, dict[str, Any]] = {
     "lora": {},

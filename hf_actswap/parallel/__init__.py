@@ -3,9 +3,9 @@
 In: a Hugging Face model and a process group (`patch_model`), or NxD's layers used by hand (`layers`).
 Out: the same model with column- and row-parallel layers; its state dict stays that of one process.
 
-`tensor_plan` and `families` say which parameters are divided and how, `sequence_region` where hidden states
-are parts of the sequence, `mappings` names what ranks exchange in forward, `gradients` sums gradients of
-which each rank has a part, `rank_agreement` lets ranks fail together.
+`decoder_layers` and `families` say which parameters are divided and how, `sequence_region` where hidden
+states are parts of the sequence, `mappings` names what ranks exchange in forward, `gradients` sums gradients
+of which each rank has a part, `rank_agreement` lets ranks fail together.
 
 The package depends on process groups and modules, and not on YAML, plans or the engine.
 """

@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import SCOPES, Scope, Windows
 from ..plan.model_structure import OUTPUT
 from ..plan.opnames import OpStack
-from ..plan.record import storage_key
+from ..plan.record import is_cast_of_parameter, storage_key
 from .fates import KEEP, Action
-from .owners import Owner, Owners, ScopeModules, is_cast_of_parameter
+from .owners import Owner, Owners, ScopeModules
 from .recompute import Region
 from .replay import made_by_packing_node, next_node_number
 from .schedule import Backward, PrefetchOrder

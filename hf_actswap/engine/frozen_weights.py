@@ -86,7 +86,7 @@ from ..plan.actions import Scope
 from ..plan.model_structure import ModelStructure
 from ..plan.record import storage_key
 from ..plan.wrappers import FSDP2_METHOD, is_checkpointed, is_compiled
-from .hook_wrappers import Undo, replace_forward
+from .hook_wrappers import Undo, replace_forward, replace_method
 from .host_budget import slab_source
 from .host_memory import available_bytes, margin_bytes, room_beyond
 from .host_pool import HostBuffer, HostPool
@@ -522,8 +522,7 @@ class FrozenWeights:
             for module, name in weight.modules:
                 names.setdefault(module, []).append(name)
         for module, own in names.items():
-            vars(module)["_apply"] = _Stays(self, module, own)
-            self._undo.append(partial(vars(module).pop, "_apply", None))
+            self._undo.append(replace_method(module, "_apply", partial(_Stays, self, module, own)))
         for module in self._root.get_submodule(layer.path).modules():
             called = type(module).forward is not nn.Module.forward  # a ModuleList is never called
             if called and any(part in names for part in module.modules()):
@@ -649,7 +648,7 @@ class FrozenWeights:
 
 def weights_of(root: nn.Module) -> FrozenWeights | None:
     """Return what keeps the frozen weights of a model on the host; ``None``: they are where they were."""
-    kept = (vars(module).get("_apply") for module in root.modules())
+    kept = (getattr(vars(module).get("_apply"), "call", None) for module in root.modules())
     return next((found.weights for found in kept if isinstance(found, _Stays)), None)
 
 
@@ -691,18 +690,18 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
+@dataclass(frozen=True, slots=True)
 class _Stays:
-    """The ``_apply`` of a module some of whose tensors wait on the host; a copy has its class's own."""
+    """The ``_apply`` of a module some of whose tensors (``names``) wait on the host."""
 
-    __slots__ = ("_module", "_names", "weights")
-
-    def __init__(self, weights: FrozenWeights, module: nn.Module, names: list[str]) -> None:
-        self.weights, self._module, self._names = weights, module, names
+    weights: FrozenWeights
+    module: nn.Module
+    names: list[str]
+    apply: Callable[..., Any]
 
     def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        places = [(place, name, place[name]) for place in both for name in self._names if name in place]
+        both: tuple[dict[str, Any], ...] = (self.module._parameters, self.module._buffers)
+        places = [(place, name, place[name]) for place in both for name in self.names if name in place]
         for _, name, tensor in places:
             probe = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if probe.dtype != tensor.dtype:
@@ -712,13 +711,10 @@ class _Stays:
         try:
             for place, name, _ in places:
                 place[name] = None
-            return type(module)._apply(module, change, *args, **kwargs)
+            return self.apply(change, *args, **kwargs)
         finally:
             for place, name, tensor in places:
                 place[name] = tensor
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._module, "_apply")
 
 
 def problems_of_weights(root: nn.Module, structure: ModelStructure) -> list[Problem]:

@@ -106,48 +106,74 @@ def replace_call(
 ) -> Undo:
     """Wrap the calls of this module alone, outside of its hooks; return a function that removes the wrapper.
 
-    A module may have several wrappers, which may be removed in any order.
-
     Args:
         module: compiled in place, or not.
+        wrapper, innermost: as of `replace_method`.
+    """
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return replace_method(module, "_compiled_call_impl" if compiled else "_call_impl", wrapper, innermost)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Replace the forward of this module alone; return a function that restores the one before."""
+    return replace_method(module, "forward", lambda _: forward)
+
+
+def replace_method(
+    module: nn.Module,
+    name: str,
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
+    innermost: bool = False,
+) -> Undo:
+    """Wrap a method of this module alone; return a function that removes the wrapper.
+
+    A method may have several wrappers, which may be removed in any order.
+
+    Args:
         wrapper: takes the function that a call runs now; returns the function that it is to run.
         innermost: inside of all wrappers so far, so that it acts on a call in which one of them installs it.
     """
-    compiled = getattr(module, "_compiled_call_impl", None)
-    name = "_call_impl" if compiled is None else "_compiled_call_impl"
-    outer, inner = None, getattr(module, name)
-    while innermost and isinstance(inner, _ReplacedCall):
-        outer, inner = inner, inner.inner
-    link = _ReplacedCall(module, name, inner)
+    outer: ReplacedMethod | None = None
+    inner, own = getattr(module, name), name in vars(module)
+    while innermost and isinstance(inner, ReplacedMethod):
+        outer = inner
+        inner, own = outer.inner, outer.own
+    link = ReplacedMethod(module, name, inner, own)
     link.call = wrapper(link.call_inner)
     if outer is None:
         vars(module)[name] = link
     else:
-        outer.inner = link
+        outer.inner, outer.own = link, True
 
     def undo() -> None:
-        outer = vars(module).get(name)  # not of ours if the module was compiled anew meanwhile
-        if outer is link and (compiled is not None or isinstance(link.inner, _ReplacedCall)):
+        outer = vars(module).get(name)  # not of ours if somebody has replaced it anew meanwhile
+        if outer is link and link.own:
             vars(module)[name] = link.inner
         elif outer is link:
             del vars(module)[name]
-        while isinstance(outer, _ReplacedCall):
+        while isinstance(outer, ReplacedMethod):
             if outer.inner is link:
-                outer.inner = link.inner
+                outer.inner, outer.own = link.inner, link.own
             outer = outer.inner
         link.call = link.inner  # others may still hold `link`: no cycle may keep the module alive
 
     return undo
 
 
-class _ReplacedCall:
-    """The function that a module's calls run; a copy of the module gets its class's instead."""
+class ReplacedMethod:
+    """What a module's method runs; a copy of the module gets what was there before.
 
-    __slots__ = ("_module", "_name", "call", "inner")
+    Args:
+        inner: what it ran before.
+        own: whether ``inner`` had been put on this module alone, and is not its class's.
+    """
 
-    def __init__(self, module: nn.Module, name: str, inner: Callable[..., Any]) -> None:
+    __slots__ = ("_module", "_name", "call", "inner", "own")
+
+    def __init__(self, module: nn.Module, name: str, inner: Callable[..., Any], own: bool) -> None:
         self._module, self._name = module, name
-        self.inner = self.call = inner
+        self.inner, self.own = inner, own
+        self.call = inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -156,49 +182,20 @@ class _ReplacedCall:
         """Run the wrapped function, which changes when another wrapper is removed."""
         return self.inner(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._module, self._name)  # read from the copy, so it is the class's function
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Replace the forward of this module alone; return a function that restores the one before."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = _Forward(module, own, forward)
-
-    def undo() -> None:
-        if own is None:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = own
-
-    return undo
-
-
-class _Forward:
-    """A forward that replaces a module's own; a copy of the module keeps the original."""
-
-    __slots__ = ("_module", "_own", "run")
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
-        self._module, self._own, self.run = module, own, run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """What `inspect.signature` reads instead, where the replacement keeps the signature."""
-        wrapped: Callable[..., Any] = self.run.__wrapped__  # type: ignore[attr-defined]
+        wrapped: Callable[..., Any] = self.call.__wrapped__  # type: ignore[attr-defined]
         return wrapped
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self._own is None:
-            return getattr, (self._module, "forward")  # read from the copy, so it is the class's
-        return _same, (self._own,)
+        if self.own:
+            return _same, (self.inner,)
+        return getattr, (self._module, self._name)  # read from the copy, so it is the class's
 
 
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+def _same(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
 
 
 def compiled_wrapper(model: nn.Module, structure: ModelStructure) -> nn.Module | None:

@@ -193,13 +193,13 @@ class HostMemory:
         sizes_bytes = _swapped(plan, pinned, dry_run)
         if not sizes_bytes:
             return
-        found = forecast(sum(sizes_bytes), self._cap_bytes, self._ranks, self._available)
-        if found.fits:
-            logger.info("%s", found.message)
+        fits, message = forecast(sum(sizes_bytes), self._cap_bytes, self._ranks, self._available)
+        if fits:
+            logger.info("%s", message)
         else:
-            nothing = found.allowed_bytes is not None and found.allowed_bytes < min(sizes_bytes)
+            nothing = self._budget_bytes is not None and self._budget_bytes < min(sizes_bytes)
             what = "all of it" if nothing else "what has no room, the latest tensors of a forward first"
-            logger.warning("%s Stays on the device: %s.", found.message, what)
+            logger.warning("%s Stays on the device: %s.", message, what)
         if pinned:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
             pool.reserve(aligned)  # which allocates at most the budget

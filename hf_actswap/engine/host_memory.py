@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,6 @@ _MARGIN_SHARE = 0.1
 """Part of the available memory that is left to other processes."""
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Whether there is enough host memory for a plan.
-
-    Args:
-        need_bytes: bytes that one rank needs.
-        allowed_bytes: bytes that one rank may take; ``None``: nothing limits it.
-        message: one or two sentences for people: the need of all ranks, and what to do if it does not fit.
-    """
-
-    need_bytes: int
-    allowed_bytes: int | None
-    fits: bool
-    message: str
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
@@ -110,8 +93,11 @@ def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available
     return room
 
 
-def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int | None) -> Forecast:
-    """Say whether ``need_bytes`` per rank fit. Arguments as for `budget_bytes`."""
+def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int | None) -> tuple[bool, str]:
+    """Return whether ``need_bytes`` per rank fit, and one or two sentences about it for people.
+
+    They say what all ranks need, and what to do if it does not fit. Arguments as for `budget_bytes`.
+    """
     allowed = budget_bytes(cap_bytes, ranks, available)
     fits = allowed is None or need_bytes <= allowed
     ranks_text = f"1 rank x {_gib(need_bytes)}"
@@ -119,7 +105,7 @@ def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int 
         ranks_text = f"{ranks} ranks x {_gib(need_bytes)} = {_gib(ranks * need_bytes)}"
     free = "" if available is None else f"; the machine has {_gib(available)} free"
     if fits:
-        return Forecast(need_bytes, allowed, True, f"Swap needs {ranks_text} of host memory{free}.")
+        return True, f"Swap needs {ranks_text} of host memory{free}."
     message = f"Swap needs {ranks_text} of host memory, and a rank may take {_gib(allowed or 0)}"
     if cap_bytes is not None and allowed == cap_bytes:
         message += f" (host_memory_gib{free}). Raise host_memory_gib or swap fewer layers."
@@ -128,7 +114,7 @@ def forecast(need_bytes: int, cap_bytes: int | None, ranks: int, available: int 
             f" ({_gib(available or 0)} free on the machine, {_MARGIN_SHARE:.0%} of it left to others). "
             "Swap fewer layers, or start fewer ranks on this machine; host_memory_gib cannot exceed this."
         )
-    return Forecast(need_bytes, allowed, False, message)
+    return False, message
 
 
 def locked_memory_limit() -> str:

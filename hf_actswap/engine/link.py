@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 _MIB = 2**20
+_REPEATS = 4
 _LEAST_MS = 1e-3
 """Least time of a measurement: CUDA's events resolve half a microsecond."""
 
@@ -138,55 +139,37 @@ def slowest(links: Iterable[Link]) -> Link:
     )
 
 
-def measure_link(
-    device: torch.device,
-    piece_bytes: int = 64 * _MIB,
-    repeats: int = 4,
-    host: Sequence[torch.Tensor] | None = None,
-) -> Link:
-    """Measure copies out, back, and both at once, on two streams.
+def measure_link(device: torch.device) -> Link:
+    """Measure copies out, back, and both at once, on two streams of an accelerator.
 
-    About 20 ms of copies at PCIe 5 speed; it synchronizes the device, so call it between steps.
-
-    Args:
-        device: an accelerator with streams.
-        piece_bytes: size of one copy. The device holds two pieces meanwhile, and so does the host. Where the
-            device has no room for them, copies are smaller, if no ``host`` is given.
-        host: two blocks of ``piece_bytes`` bytes (uint8) to copy to and from; ``None``: page-locked ones are
-            made. Pass pageable ones to measure what their use would cost.
+    About 20 ms of copies at PCIe 5 speed; it synchronizes the device, so call it between steps. Device and
+    host hold two pieces meanwhile. Where the device has no room for them, they are smaller.
 
     Raises:
-        ValueError: the device is a CPU, the numbers are not positive, or the blocks do not fit them.
-        torch.OutOfMemoryError: the device has no room for two pieces, or for two of 1 MiB if no ``host`` is
-            given.
+        ValueError: the device is a CPU.
+        torch.OutOfMemoryError: the device has no room for two pieces of 1 MiB.
     """
     if device.type == "cpu":
         raise ValueError("a CPU has no link to measure: its copies block")
-    if piece_bytes < 1 or repeats < 1:
-        raise ValueError(f"cannot measure {repeats} copies of {piece_bytes} bytes")
-    least_bytes = piece_bytes if host else min(piece_bytes, _MIB)
-    blocks = _two_blocks(device, piece_bytes, least_bytes)
+    blocks = _two_blocks(device)
     piece_bytes = blocks[0].numel()
-    if host is None:
-        host = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    if len(host) != 2 or any(block.numel() * block.element_size() != piece_bytes for block in host):
-        raise ValueError(f"two host blocks of {piece_bytes} bytes are needed")
+    host = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     out, back = (host[0], blocks[0]), (blocks[1], host[1])  # (target, source)
     _copies_ms(device, [out, back], 1)
-    moved_bytes = repeats * piece_bytes
-    (out_ms,) = _copies_ms(device, [out], repeats)
-    (in_ms,) = _copies_ms(device, [back], repeats)
-    both_ms = _copies_ms(device, [out, back], repeats)
-    return link_of_times(moved_bytes, out_ms, in_ms, both_ms[0], both_ms[1])
+    (out_ms,) = _copies_ms(device, [out], _REPEATS)
+    (in_ms,) = _copies_ms(device, [back], _REPEATS)
+    both_ms = _copies_ms(device, [out, back], _REPEATS)
+    return link_of_times(_REPEATS * piece_bytes, out_ms, in_ms, both_ms[0], both_ms[1])
 
 
-def _two_blocks(device: torch.device, size_bytes: int, least_bytes: int) -> list[torch.Tensor]:
-    """Return blocks of ``size_bytes``, or of a half, a quarter, ... where the device has no room."""
+def _two_blocks(device: torch.device) -> list[torch.Tensor]:
+    """Return blocks of 64 MiB, or of a half, a quarter, ... where the device has no room."""
+    size_bytes = 64 * _MIB
     while True:
         try:
             return [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         except torch.OutOfMemoryError:
-            if size_bytes // 2 < least_bytes:
+            if size_bytes == _MIB:
                 raise
         size_bytes //= 2
 

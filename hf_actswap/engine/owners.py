@@ -17,12 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
-from ..plan.record import is_cast_of_parameter, storage_key
+from ..plan.record import storage_key
 from .auto_windows import Key
 from .fates import KEEP, Action
 from .recompute import Region
-
-__all__ = ["inner_tensors", "is_cast_of_parameter", "parameter_places"]
 
 
 def inner_tensors(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:

@@ -64,7 +64,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from .replay import next_node_number, packing_node_number, running_node_number
+from .replay import packing_node_number, running_node_number
 from .tickets import SwapGroup, Ticket, restore
 
 Item = TypeVar("Item")
@@ -80,9 +80,6 @@ class ReleaseQueue(Generic[Item]):
         self._count = 0
         self.next_at = NEVER
         """Node at which the next release is due. It is read at each saved tensor, so kept up to date here."""
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
 
     def add(self, item: Item, copied_at: int, release_ops: int) -> None:
         """Release ``item`` at the first hook at or after node ``copied_at + release_ops``."""
@@ -140,9 +137,6 @@ class PrefetchOrder(Generic[Item]):
         self._next = 0
         self._last = NEVER
 
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
     def due(self, now: int) -> list[Item]:
         """Return what to start fetching at a hook at node ``now``.
 
@@ -170,10 +164,6 @@ class OperatorClock:
         self._last: list[int] = []
         self.jumps = False
         """Whether some operator differs from its node's number; if none does, `operator` is not called."""
-
-    def next_node(self) -> int:
-        """Return the number that the next node will get."""
-        return next_node_number()
 
     def gather(self, first_node: int) -> int:
         """Count all nodes from ``first_node`` to the last one built as the last one; return its operator."""

@@ -122,7 +122,7 @@ class CheckpointInputs:
         else:
             self.clear()
         if checkpoint is not None:
-            self._first_node = self._clock.next_node()
+            self._first_node = next_node_number()
 
     def end(self, auto: AutoForward | None) -> None:
         """End the scope: its inputs are needed at its last operator, also for ``auto``."""
@@ -209,7 +209,9 @@ class SwappedStorages:
     def ticket_at(
         self, tensor: torch.Tensor, place: Place | None, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
-        """Do as `ticket_unless_rejected`, but faster if the tensor is at the place of its cached step.
+        """Do as `ticket` for any detached tensor, faster if it is at the place of its cached step.
+
+        Returns ``None`` also if the tensor must stay.
 
         Args:
             tensor: detached, of the dtype at ``place``.
@@ -222,14 +224,10 @@ class SwappedStorages:
             or tensor.storage_offset() * tensor.element_size() != place.view.offset_bytes
             or tensor.untyped_storage().nbytes() != place.storage_bytes
         ):
-            return self.ticket_unless_rejected(tensor, windows, op, asked)
+            if self.rejects(tensor):
+                return None
+            place = Place.of(tensor)
         return self.ticket(tensor, place, windows, op, asked)
-
-    def ticket_unless_rejected(
-        self, tensor: torch.Tensor, windows: Windows, op: int, asked: Action
-    ) -> Swapped | None:
-        """Do as `ticket` for any detached tensor; return ``None`` also if the tensor must stay."""
-        return None if self.rejects(tensor) else self.ticket(tensor, Place.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
         _release(self.releases.due(op))

@@ -148,9 +148,8 @@ def tile_module(module: nn.Module, tile: Tile, say: ReportWhole, parts: int = 1)
 
 def is_tiled(module: nn.Module) -> bool:
     """Whether `tile_module` acts on a module."""
-    call = vars(module).get("_compiled_call_impl")
-    runs = (getattr(vars(module).get("forward"), "run", None), getattr(call, "call", None))
-    return any(isinstance(getattr(run, "__self__", None), TiledModule) for run in runs)
+    calls = (getattr(vars(module).get(name), "call", None) for name in ("forward", "_compiled_call_impl"))
+    return any(isinstance(getattr(call, "__self__", None), TiledModule) for call in calls)
 
 
 class TiledModule(Exchangeable):

@@ -359,8 +359,8 @@ def tile_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, u
 
 def is_tiled_head(head: nn.Module) -> bool:
     """Whether `tile_head` acts on a head."""
-    run = getattr(vars(head).get("forward"), "run", None)
-    return isinstance(getattr(run, "__self__", None), _TiledHead)
+    call = getattr(vars(head).get("forward"), "call", None)
+    return isinstance(getattr(call, "__self__", None), _TiledHead)
 
 
 class _TiledHead:

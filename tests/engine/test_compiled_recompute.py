@@ -235,10 +235,6 @@ def test_what_is_named_is_rebuilt_and_nothing_else(op: str) -> None:
     assert backward_graph(selecting(op)) == (products + again, 1 if added else 0)
 
 
-def test_bare_layers_save_what_these_tests_assume() -> None:
-    assert bytes_of_layers(compiled_llama()) == [BARE] * NUM_LAYERS
-
-
 def test_a_layer_recomputed_whole_saves_its_input() -> None:
     text = "recompute_config: {recompute: true}"
     expected = step(compiled_llama())

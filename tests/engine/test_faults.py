@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -117,22 +115,6 @@ def test_fault_in_recomputation(plan: MemoryPlan | str) -> None:
             loss.backward()
         handle.remove()
         del loss
-
-
-def test_fault_in_the_data_loader() -> None:
-    def batches() -> Iterator[int]:
-        yield 0
-        raise OSError("the disk is gone")
-
-    def epoch(model: nn.Module) -> None:
-        for step in batches():
-            forward(model, step).backward()
-
-    with (
-        healthy_afterwards(PLANS["everything swapped"]) as (model, _),
-        pytest.raises(OSError, match="the disk is gone"),
-    ):
-        epoch(model)
 
 
 @every_plan

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config
 from hf_actswap.engine import (
     AppliedPlan,
-    BlockingTransfer,
     Copy,
     FrozenWeights,
     HostBuffer,
@@ -38,6 +37,7 @@ from hf_actswap.plan.model_structure import unwrapped
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
+from tests.engine.spies import WatchingTransfer
 from tests.engine.test_with_quantised import quantised_llama
 from tests.engine.tiny_models import (
     NUM_LAYERS,
@@ -218,25 +218,20 @@ def test_layers_below_the_lowest_trained_one_are_not_copied_in_backward() -> Non
     applied.remove()
 
 
-class CountingTransfer(BlockingTransfer):
-    """Notes how many bytes of copies in are alive whenever another is made."""
+class CountingTransfer(WatchingTransfer):
+    """Notes how many blocks, of layers of one size, are alive whenever another is made."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self._alive: dict[int, int] = {}
-        self.most_bytes = self.count = 0
+    most_blocks = 0
 
     @property
-    def alive_bytes(self) -> int:
-        return sum(self._alive.values())
+    def alive_blocks(self) -> int:
+        return sum(not block.expired() for block in self.blocks)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        block, copied = super().reload(host, after)
-        number = self.count = self.count + 1
-        self._alive[number] = host.size_bytes
-        weakref.finalize(block.untyped_storage(), self._alive.pop, number)
-        self.most_bytes = max(self.most_bytes, self.alive_bytes)
-        return block, copied
+        block_and_copy = super().reload(host, after)
+        assert host.size_bytes == 31744
+        self.most_blocks = max(self.most_blocks, self.alive_blocks)
+        return block_and_copy
 
 
 @pytest.mark.parametrize("plan", ["nothing", "layers recomputed", "mlp recomputed", "everything swapped"])
@@ -248,12 +243,13 @@ def test_no_more_than_the_window_is_on_the_device(plan: str) -> None:
     recomputing = apply(model, plan_of(*[row for row in rows if row.fate == "recompute"])) if rows else None
     for step in range(2):
         loss = forward(model, step)
-        assert transfer.alive_bytes <= weights_of(applied).window_bytes
+        assert transfer.alive_blocks <= IN_WINDOW
         loss.backward()
-    assert transfer.most_bytes == weights_of(applied).window_bytes == IN_WINDOW * 31744
+    assert transfer.most_blocks == IN_WINDOW
+    assert weights_of(applied).window_bytes == IN_WINDOW * 31744
     del recomputing
     applied.remove()
-    assert transfer.alive_bytes == 0
+    assert transfer.alive_blocks == 0
 
 
 def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:

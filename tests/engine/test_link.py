@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import pytest
@@ -21,17 +21,10 @@ def test_a_copy_costs_its_latency_and_its_bytes() -> None:
     assert LINK.in_ms(16) == 4.5
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_a_link_without_a_rate_is_rejected(place: int) -> None:
-    rates = [8.0] * 4
-    rates[place] = 0.0
-    with pytest.raises(ValueError, match="positive rates"):
-        Link(*rates)
-
-
-def test_a_negative_latency_is_rejected() -> None:
-    with pytest.raises(ValueError, match="latency that is not negative"):
-        replace(LINK, latency_ms=-0.1)
+@pytest.mark.parametrize("wrong", [*({rate: 0.0} for rate in list(asdict(LINK))[:4]), {"latency_ms": -0.1}])
+def test_a_link_without_a_rate_or_with_a_negative_latency_is_rejected(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="positive rates and a latency that is not negative"):
+        replace(LINK, **wrong)
 
 
 def test_the_slowest_link_is_the_worst_of_each_number() -> None:
@@ -76,51 +69,43 @@ def test_copies_of_one_direction_run_one_after_another() -> None:
         duplex.wait(duplex.back, 0, 12.0)
 
 
-def test_the_measurement_times_each_way_and_both(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("room", "piece"), [(2**40, 64 * 2**20), (5 * 2**20, 4 * 2**20), (2**20, 2**20)])
+def test_the_measurement_times_each_way_and_both(
+    room: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With smaller copies on a device with little room."""
     calls: list[tuple[list[str], int]] = []
+    empty = torch.empty
 
-    def copies_ms(
-        device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]], repeats: int
-    ) -> list[float]:
-        ways = ["out" if target.device.type == "cpu" else "in" for target, _ in pairs]
-        assert all(target.device != source.device for target, source in pairs)
-        calls.append((ways, repeats))
-        return [{"out": 2.0, "in": 4.0}[direction] * len(ways) for direction in ways]
-
-    monkeypatch.setattr(link_module, "_copies_ms", copies_ms)
-    host = [torch.empty(50, dtype=torch.uint8) for _ in range(2)]
-    measured = measure_link(torch.device("meta"), piece_bytes=50, repeats=2, host=host)
-    assert calls == [(["out", "in"], 1), (["out"], 2), (["in"], 2), (["out", "in"], 2)]
-    assert measured == link_of_times(100, 2.0, 4.0, 4.0, 8.0)
-
-
-def test_a_device_with_little_room_is_measured_with_smaller_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, moved = torch.empty, []
-
-    def with_little_room(size: int, *, device: Any = None, pin_memory: bool = False, **kind: Any) -> Any:
-        if device is not None and size > 5 * 2**20:
+    def with_room(size: int, *, device: Any = None, pin_memory: bool = False, **kind: Any) -> Any:
+        if device is not None and size > room:
             raise torch.OutOfMemoryError("no room")
         return empty(size, device=device, **kind)
 
     def copies_ms(_device: torch.device, pairs: Any, repeats: int) -> list[float]:
-        moved.append(pairs[0][0].nbytes)
-        return [1.0] * len(pairs)
+        ways = ["out" if target.device.type == "cpu" else "in" for target, _ in pairs]
+        assert all(target.device != source.device for target, source in pairs)
+        assert {part.nbytes for pair in pairs for part in pair} == {piece}
+        calls.append((ways, repeats))
+        return [{"out": 2.0, "in": 4.0}[direction] * len(ways) for direction in ways]
 
-    monkeypatch.setattr(torch, "empty", with_little_room)
-    monkeypatch.setattr("hf_actswap.engine.link._copies_ms", copies_ms)
-    link = measure_link(torch.device("meta"), repeats=2)
-    assert set(moved) == {4 * 2**20}
-    assert link.out_bytes_per_ms == 2 * 4 * 2**20
+    monkeypatch.setattr(torch, "empty", with_room)
+    monkeypatch.setattr(link_module, "_copies_ms", copies_ms)
+    measured = measure_link(torch.device("meta"))
+    assert calls == [(["out", "in"], 1), (["out"], 4), (["in"], 4), (["out", "in"], 4)]
+    assert measured == link_of_times(4 * piece, 2.0, 4.0, 4.0, 8.0)
 
 
-def test_what_cannot_be_measured_is_rejected() -> None:
-    meta = torch.device("meta")
+def test_what_cannot_be_measured_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="a CPU has no link to measure"):
         measure_link(torch.device("cpu"))
-    with pytest.raises(ValueError, match="cannot measure 0 copies of 8 bytes"):
-        measure_link(meta, 8, repeats=0)
-    with pytest.raises(ValueError, match="two host blocks of 8 bytes are needed"):
-        measure_link(meta, 8, host=[torch.empty(8, dtype=torch.uint8)])
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        measure_link(torch.device("meta"))
 
 
 @pytest.mark.gpu

@@ -237,7 +237,7 @@ def test_all_of_a_checkpointed_call_is_its_last_operator() -> None:
     found = []
     for checkpoint_of_call in (None, "forward", None):
         inputs.start(checkpoint_of_call)
-        first = clock.next_node()
+        first = next_node_number()
         _ = leaf * 2
         hooks.append(clock.now())
         _ = leaf * 3 * 4

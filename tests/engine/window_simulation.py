@@ -36,8 +36,6 @@ class Simulated:
         memory: (ms, bytes) of the candidates given, kept ones too, on the device at each change; give only
             the swapped ones to see those.
         peak_bytes: the most of it at the turn or later.
-        out_in_flight_bytes: the most that had been copied or was to be, but not been released.
-        in_in_flight_bytes: the most that had been prefetched, but not been read yet.
     """
 
     step_ms: float
@@ -49,8 +47,6 @@ class Simulated:
     in_finish_ms: tuple[float | None, ...]
     memory: tuple[tuple[float, int], ...]
     peak_bytes: int
-    out_in_flight_bytes: int
-    in_in_flight_bytes: int
 
 
 def simulate(
@@ -63,14 +59,7 @@ def simulate(
         decisions: one for each.
         timeline: compute without stalls.
         link: how fast copies are.
-
-    Raises:
-        ValueError: candidates and decisions differ in number, or a swap has no windows.
     """
-    if len(candidates) != len(decisions):
-        raise ValueError(f"{len(candidates)} candidates, {len(decisions)} decisions")
-    if any(decision.swap and decision.windows is None for decision in decisions):
-        raise ValueError("a swap needs windows")
     run = _Step(candidates, decisions, timeline, link)
     run.forward()
     run.backward()
@@ -87,7 +76,7 @@ class _Step:
         self._windows: dict[int, Windows] = {
             index: decision.windows
             for index, decision in enumerate(decisions)
-            if decision.swap and decision.windows is not None
+            if decision.windows is not None
         }
         self._link = DuplexLink(link)
         self._releases: ReleaseQueue[int] = ReleaseQueue()
@@ -95,7 +84,6 @@ class _Step:
         self._forward_end_ms, self._forward_stall_ms = 0.0, 0.0
         self._memory: list[tuple[float, int]] = []
         self._bytes = self._peak_bytes = 0
-        self._out_bytes = self._out_peak_bytes = self._in_bytes = self._in_peak_bytes = 0
 
     def forward(self) -> None:
         """Hooks of forward, then its end."""
@@ -141,7 +129,6 @@ class _Step:
                 self._fetch(index)
             for index in read[number]:
                 self._wait(self._link.back, index)
-                self._in_bytes -= self._candidates[index].size_bytes
 
     def result(self) -> Simulated:
         """What has happened; copies still running end undisturbed."""
@@ -162,8 +149,6 @@ class _Step:
             in_finish_ms=back,
             memory=tuple(self._memory),
             peak_bytes=self._peak_bytes,
-            out_in_flight_bytes=self._out_peak_bytes,
-            in_in_flight_bytes=self._in_peak_bytes,
         )
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -176,21 +161,16 @@ class _Step:
             return
         self._link.enqueue(self._link.out, index, candidate.size_bytes, self._now_ms)
         self._releases.add(index, candidate.ready_op, windows.release_ops)
-        self._out_bytes += candidate.size_bytes
-        self._out_peak_bytes = max(self._out_peak_bytes, self._out_bytes)
 
     def _release(self, indexes: Sequence[int]) -> None:
         for index in indexes:
             self._wait(self._link.out, index)
-            self._out_bytes -= self._candidates[index].size_bytes
             self._count(-self._candidates[index].size_bytes)
 
     def _fetch(self, index: int) -> None:
         size_bytes = self._candidates[index].size_bytes
         self._link.enqueue(self._link.back, index, size_bytes, self._now_ms)
         self._count(size_bytes)
-        self._in_bytes += size_bytes
-        self._in_peak_bytes = max(self._in_peak_bytes, self._in_bytes)
 
     def _wait(self, lane: Lane, index: int) -> None:
         done_ms = self._link.wait(lane, index, self._now_ms)

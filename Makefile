@@ -23,7 +23,7 @@ ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
 PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
 # Streams, swap and host sequences, once more with blocks of host memory that are copied in pieces of 4 KiB.
 IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,apply.py bitwise.py bytes.py \
-	forward_pass.py copies.py faults.py happens_before.py kept_inside.py mutation.py packed_rows.py \
+	cached_traces.py copies.py faults.py happens_before.py kept_inside.py writes_in_place.py packed_rows.py \
 	random_orders.py recompute_input.py recompute_matrix.py release.py saved_bytes.py windows.py with_moe.py)
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"

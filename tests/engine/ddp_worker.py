@@ -21,6 +21,7 @@ from tests.engine.tiny_models import (
     recompute_rows,
     swap_everything,
     tiny_llama,
+    tiny_neox,
 )
 from tests.processes import run_cases
 
@@ -55,13 +56,30 @@ HOST_BESIDE = {
 }
 
 
+def dropout_plans() -> dict[str, Any]:
+    """What is tried where each rank draws its own random numbers; ``None`` is the run with nothing."""
+    functions = ["attention.flash_attention", "post_attention_dropout", "mlp.act", "input_layernorm"]
+    return {
+        "dropout": None,
+        "dropout_layers_recomputed": plan_of(*recompute_rows([""], range(4))),
+        "dropout_modules_recomputed": plan_of(*recompute_rows(["attention", "mlp"], range(4))),
+        "dropout_ops_recomputed": plan_of(*recompute_rows(functions, range(4))),
+    }
+
+
 def train_on_rank(rank: int, folder: str) -> None:
     """Train under each plan and write ``<name>.<rank>.pt``: losses, gradients per step, bytes moved."""
     cases = {name: partial(_train, rank, plan, True) for name, plan in plans().items()}
     cases["case_4_before_wrapping"] = partial(_train, rank, CASES["case_4"], False)
+    for name, plan in dropout_plans().items():
+        cases[name] = partial(_train, rank, plan, True, make=_with_dropout)
     for name, plan in adapters_plans().items():
         cases[name] = partial(_train, rank, plan, name == "host_wrapped_before", make=_with_adapters)
     run_cases(rank, folder, WORLD_SIZE, cases)
+
+
+def _with_dropout() -> nn.Module:
+    return tiny_neox(attn_implementation="eager", use_cache=False)
 
 
 def _with_adapters() -> nn.Module:
@@ -79,6 +97,7 @@ def _train(
     applied = on(wrapped, plan) if apply_to_wrapped else applied
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
     run = Run()
+    torch.manual_seed(rank)
     for step in range(STEPS):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(WORLD_SIZE * step + rank)

@@ -20,21 +20,14 @@ from tests.engine.tiny_models import (
     assert_bitwise_equal,
     one_step,
     plan_of,
+    plans,
     recompute_rows,
-    swap_everything,
-    swap_rows,
     tiny_llama,
 )
 from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
-PLANS: dict[str, MemoryPlan] = {
-    "everything swapped": swap_everything(5),
-    "layers recomputed": plan_of(*recompute_rows([""], LAYERS)),
-    "ops recomputed and swapped": plan_of(
-        *recompute_rows(["mlp.act_fn", "mlp.mul"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)
-    ),
-}
+PLANS = plans("everything swapped", "layers recomputed", "mlp recomputed")
 
 
 def through_pickle(model: nn.Module) -> nn.Module:

@@ -63,6 +63,8 @@ def test_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) ->
                 handle = getattr(place(model), register)(raising(error))
                 with pytest.raises(error):
                     forward(model)
+                hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                assert hooks is None, "from then on any other model would be swapped too"
                 handle.remove()
                 assert_bitwise_equal(gradients_of_step(model, 1), bare)
                 assert_nothing_is_left(applied)

@@ -130,20 +130,6 @@ def test_waits_are_counted_as_stalls() -> None:
     assert (stats.stall_ms > 0) == (stats.stalls > 0)
 
 
-def test_compute_on_a_stream_of_its_own() -> None:
-    """The compute stream is read at each call."""
-    model = small_llama()
-    bare = gradients_of(model)
-    on(model, swap_everything(20))
-    torch.accelerator.synchronize()
-    stream = torch.Stream(device())
-    with stream:
-        for _ in range(3):
-            grads = gradients_of(model)
-    torch.accelerator.synchronize()
-    assert_bitwise_equal(grads, bare)
-
-
 def test_blocks_of_a_graph_that_died_are_not_written_afterwards() -> None:
     """A reload still on its way when its graph dies must not land in somebody else's block."""
     model = small_llama()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_actswap import MemoryPlan
 from hf_actswap.engine.recompute import RecomputeError
@@ -30,6 +26,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
 )
 from tests.quick_cases import each_value_once, quick_first
+from tests.stream.test_host_sequence import DeviceMeter
 
 LAYERS = range(NUM_LAYERS)
 CHAIN = ("mlp.gate_proj.linear", "mlp.act_fn.silu", "mlp.up_proj.linear", "mlp.mul")
@@ -111,43 +108,13 @@ def test_a_region_that_does_other_work_is_an_error(how: str, message: str) -> No
     assert_bitwise_equal(gradients_of_step(model), gradients_of_step(tiny_llama()))
 
 
-class HeldBytes(TorchDispatchMode):
-    """Sees every storage that is made; ``total`` counts those still alive, but for host memory."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._outside = {
-            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
-        }
-        self._bytes: list[StorageWeakRef] = []
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if leaf.dtype == torch.uint8 and func is torch.ops.aten.empty.memory_format:
-                    self._bytes.append(StorageWeakRef(storage))  # so that its address stays its own
-                    self._outside.add(storage._cdata)
-                if storage._cdata in self._outside:
-                    continue
-                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def total(self) -> int:
-        return sum(size for reference, size in self._storages.values() if not reference.expired())
-
-
 def held_bytes(plan: MemoryPlan | str | None, model: nn.Module | None = None) -> tuple[int, int]:
     """Bytes that live between forward and backward, and those that were copied out."""
     model = model if model is not None else tiny_llama()
     applied = on(model, plan)
-    with HeldBytes(model) as held:
+    with DeviceMeter(model) as held:
         loss = forward(model)
-    total = held.total()
+    total = held.live_bytes
     loss.backward()
     return total, applied.stats().offloaded_bytes if applied is not None else 0
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_actswap import MemoryPlan
-from tests.engine.test_recompute import HeldBytes
 from tests.engine.tiny_models import (
     BATCH,
     LENGTH,
@@ -31,6 +30,7 @@ from tests.engine.tiny_models import (
     tiny_neox,
 )
 from tests.quick_cases import each_value_once
+from tests.stream.test_host_sequence import DeviceMeter
 
 LAYERS = range(NUM_LAYERS)
 HEADS, TOKENS, HIDDEN, INNER = 4, BATCH * LENGTH, 32, 48
@@ -86,9 +86,9 @@ def step(make: Callable[[], nn.Module], plan: MemoryPlan | str | None) -> tuple[
     model = make()
     applied = on(model, plan)
     torch.manual_seed(3)
-    with HeldBytes(model) as held:
+    with DeviceMeter(model) as held:
         loss = forward(model)
-    total = held.total()
+    total = held.live_bytes
     with FlopCounterMode(display=False) as flops, Calls() as calls:
         loss.backward()
     return Again(total, dict(calls.count), flops.get_total_flops()), gradients(model), applied

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure
@@ -25,7 +23,6 @@ from tests.engine.tiny_models import (
     swap_rows,
 )
 from tests.plan.conftest import FAMILY_SIZES
-from tests.processes import launch, of_ranks, run_cases
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_LAYERS = 3
@@ -205,46 +202,3 @@ def test_every_family(family: str, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILY_SIZES)
 def test_every_family_under_autocast_with_accumulation(family: str, name: str) -> None:
     check(family, name, FP32, accumulation=2, autocast=True)
-
-
-WORLD_SIZE, LIMIT_S = 2, 300
-DDP_FAMILIES = ("llama", "gpt_neox", "gemma2", "phi3")
-
-
-def train_on_rank(rank: int, folder: str) -> None:
-    run_cases(rank, folder, WORLD_SIZE, {"wrong": lambda _: _wrong_plans(rank)})
-
-
-def _wrong_plans(rank: int) -> list[tuple[str, str]]:
-    """Train every family under every plan on its own data; return what differs from no plan."""
-    wrong = []
-    for family in DDP_FAMILIES:
-        bare = _on_rank(rank, family, None)
-        for name in PLANS:
-            under = _on_rank(rank, family, PLANS[name](ops_of(family, "sdpa")))
-            pairs = zip(under, bare, strict=True)
-            if not all(torch.equal(one[key], other[key]) for one, other in pairs for key in other):
-                wrong.append((family, name))
-    return wrong
-
-
-def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]:
-    model = family_model(family)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01)
-    applied = apply(wrapped, plan) if plan is not None else None
-    found = []
-    torch.manual_seed(rank)
-    for step in range(2):
-        wrapped.zero_grad()
-        forward(wrapped, WORLD_SIZE * step + rank).backward()
-        found.append(gradients(model))
-    if applied is not None:
-        applied.remove()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_two_processes(tmp_path: Path) -> None:
-    launch(train_on_rank, tmp_path, WORLD_SIZE, LIMIT_S)
-    assert of_ranks(tmp_path, "wrong") == [[], []]

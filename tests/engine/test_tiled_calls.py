@@ -20,6 +20,7 @@ from hf_actswap.engine.tiled_calls import auto_tokens, tile_module
 from hf_actswap.plan import PlanRow, Tile
 from hf_actswap.plan.tiles import checked_tiles, tile_ladder
 from hf_actswap.report import plan_table
+from tests.engine.test_tiled_loss import furthest
 from tests.engine.tiny_models import batch, forward, gradients, plan_of, swap_rows, tiny, tiny_llama
 from tests.parallel.patched_models import tiny_model
 
@@ -36,11 +37,6 @@ def run(model: Any, step: int = 0, **call: Any) -> tuple[torch.Tensor, dict[str,
     loss = model(input_ids=ids, labels=ids, **call).loss
     loss.backward()
     return loss.detach(), gradients(model)
-
-
-def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - one).norm() / one.norm()) for name, one in expected.items())
 
 
 @contextmanager

@@ -15,22 +15,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -41,40 +25,23 @@ from hf_actswap.engine.tiled_calls import add_product
 from hf_actswap.engine.tiled_logits import NOT_CALLED, auto_tokens, tile_head
 from hf_actswap.plan import Tile
 from hf_actswap.report import plan_table
-from tests.engine.tiny_models import CASES, gradients, tiny_llama
+from tests.engine.tiny_models import CASES, EXPERTS, gradients, tiny, tiny_llama
 
 VOCABULARY, LENGTH, IGNORED = 200, 24, -100
 TOKENS: dict[str, Any] = {"tile_config": {"loss": {"tokens": 10}}}
 """Not a divisor of 2 x 24 tokens, so that the last tile is shorter and some hold the end of one sequence."""
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "gemma2, softcapping": ("Gemma2", {"final_logit_softcapping": 0.5}),
+    "granite, scaled": ("Granite", {"logits_scaling": 3.0}),
+    "cohere, scaled": ("Cohere", {"logit_scale": 0.3}),
+    # Products of experts grouped by PyTorch are none of float64, in which the truth is computed.
+    "mixtral, auxiliary loss": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "gpt_neox": ("GPTNeoX", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED)),
-    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_GROUPED, tie_word_embeddings=True)),
-    "gemma2, softcapping": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**_GROUPED, head_dim=8, final_logit_softcapping=0.5)
-    ),
-    "granite, scaled": lambda: GraniteForCausalLM(GraniteConfig(**_GROUPED, logits_scaling=3.0)),
-    "cohere, scaled": lambda: CohereForCausalLM(CohereConfig(**_GROUPED, logit_scale=0.3)),
-    "mixtral, auxiliary loss": lambda: MixtralForCausalLM(
-        # Products of experts grouped by PyTorch are none of float64, in which the truth is computed.
-        MixtralConfig(
-            **_GROUPED, num_local_experts=4, output_router_logits=True, experts_implementation="eager"
-        )
-    ),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(**_SIZES, hidden_dropout=0.0, attention_dropout=0.0)
-    ),
-}
+"""Name -> family as of `tiny`, and settings."""
 
 Step = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 STEPS: dict[str, Step] = {
@@ -103,8 +70,9 @@ STEPS: dict[str, Step] = {
 
 
 def made(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return FAMILIES[family]().to(dtype).train()
+    name, settings = FAMILIES[family]
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "pad_token_id": 0}
+    return tiny(name, **sizes, **settings).to(dtype)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,9 +252,10 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        held = (*model.parameters(), *(item.grad for item in model.parameters() if item.grad is not None))
+        grads = (item.grad for item in model.parameters() if item.grad is not None)
+        held = (*model.parameters(), *model.buffers(), *grads)
         self._seen = {item.untyped_storage()._cdata for item in held}
-        self._live = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -300,48 +269,13 @@ class Meter(TorchDispatchMode):
         if key in self._seen:
             return
         self._seen.add(key)
-        self._live += size
-        self.peak_bytes = max(self.peak_bytes, self._live)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
-        self._live -= size
-
-
-def peak(layers: int, loss: Any, tokens: int = 2048) -> float:
-    """Return the peak of a step of a Llama-3-8B in ratio, all layers recomputed, in hidden states."""
-    hidden, torch_threads = 128, torch.get_num_threads()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=448,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            num_hidden_layers=layers,
-            vocab_size=4008,
-        )
-    )
-    model = model.to(torch.bfloat16).train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    ids = torch.randint(0, 4008, (1, tokens))
-    with apply(model, {"recompute_config": {"recompute": True}, "tile_config": {"loss": loss}}):
-        torch.set_num_threads(1)  # kernels of several threads make buffers
-        with Meter(model) as meter:
-            model(input_ids=ids, labels=ids).loss.backward()
-        torch.set_num_threads(torch_threads)
-    return meter.peak_bytes / (2 * tokens * hidden)
-
-
-@pytest.mark.slow
-def test_peak_is_that_of_one_layers_backward() -> None:
-    """(L + 35) hidden states by the formula, of which a sketch of the same measured L + 33."""
-    tiled = {layers: peak(layers, {"tokens": 64}) for layers in (2, 6)}
-    assert tiled[6] - tiled[2] == pytest.approx(4, rel=0.02), "each layer keeps its input and no more"
-    assert tiled[6] == pytest.approx(6 + 33.1, rel=0.02)
-    assert peak(2, "off") == pytest.approx(2 + 192, rel=0.02)
+        self.live_bytes -= size
 
 
 def test_head_and_loss_hold_one_chunk() -> None:

@@ -56,7 +56,7 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     """Return a model of 4 layers, hidden 32, 4 heads over 2 key-value heads, in training mode.
 
     Args:
-        family: one that has Llama's names for its sizes, as in the names of its classes.
+        family: one that has Llama's names for its sizes, as in the name of its configuration's class.
     """
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -69,7 +69,7 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     }
     torch.manual_seed(settings.pop("seed", 0))
     config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
-    return getattr(transformers, f"{family}ForCausalLM")(config).train()
+    return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).train()
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32, **settings: Any) -> LlamaForCausalLM:

@@ -227,16 +227,6 @@ def test_pitfall_07_hidden_states_that_the_caller_asked_for() -> None:
     assert_bitwise_equal(gradients(model), gradients(bare))
 
 
-def test_pitfall_07_no_cache_holds_keys_and_values() -> None:
-    """Catches a key-value cache left on: it holds k and v of all layers until the output is dropped."""
-    model = tiny_llama(use_cache=True)
-    assert model(input_ids=batch(0)).past_key_values is not None
-    applied = on(model, swap_everything(3))
-    assert model(input_ids=batch(0)).past_key_values is None
-    applied.remove()
-    assert model.config.use_cache is True
-
-
 def test_pitfall_07_nothing_of_ours_holds_what_was_released() -> None:
     """Catches a reference of the engine's own (frames, closures, output hooks) to a swapped tensor."""
     model, transfer = tiny_llama(), WatchingTransfer()

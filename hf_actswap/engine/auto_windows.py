@@ -184,10 +184,10 @@ class AutoWindows:
         self._pending_bytes, self._tell = pending_bytes, decided
         self._forwards = 0
         self._link: Link | None = None
-        self._observation: Observation | None = None
         self._kept_limit: int | None = None
-        self._backward: weakref.ref[Backward] | None = None
-        self._actions: dict[Key, Action] | None = None
+        self._observed: dict[int, tuple[Observation, weakref.ref[Backward]]] = {}
+        self._chosen: dict[int, Mapping[Key, Action]] = {}
+        """Both by chunk of layers; all layers are one chunk, but on a stage of a pipeline."""
 
     def forward_starts(self, backward: Backward) -> AutoForward:
         """Return how to treat the training forward that starts. Every rank must call it for each forward."""
@@ -196,21 +196,11 @@ class AutoWindows:
             if self._forwards == 1:
                 self._tell([_NOTHING_TO_HIDE])
             return AutoForward(None, None, 0, settled=True)  # nothing stays: all moves with windows of 1
-        if self._actions is None and self._observation is not None:
+        if self._observed:
             self._try_to_decide()
-        if self._actions is not None:
-            return AutoForward(self._actions, None, None, settled=True)
-        limit = self._free_bytes()
-        if self._observation is None and self._forwards > 1:
-            self._link = self._link or self._measured_link()
-            if self._link is not None:
-                self._kept_limit = limit
-                self._observation = Observation(self._transfer)
-                self._backward = weakref.ref(backward)
-                self._counters.listener = self._observation.waited
-                backward.watch(self._observation.in_backward)
-                return AutoForward(None, self._observation, limit)
-        return AutoForward(None, None, limit)
+        if self._forwards > 1 and not self._chosen and not self._observed:
+            self._link, self._kept_limit = self._link or self._measured_link(), self._free_bytes()
+        return self._treated(0, backward)
 
     def forward_ended(self, forward: AutoForward) -> None:
         """Note that a training forward has ended; if it was observed, allocate host memory for its copies."""
@@ -224,6 +214,29 @@ class AutoWindows:
         self._pool.wait_reserved()
         observation.pause_ended()
 
+    def _treated(self, chunk: int, backward: Backward) -> AutoForward:
+        """Return how to treat a forward of a chunk; the first one after the link was measured is observed."""
+        if self._chosen:
+            return AutoForward(self._chosen.get(chunk, {}), None, None, settled=True)
+        if self._link is None or chunk in self._observed:
+            return AutoForward(None, None, self._free_bytes())
+        observation = Observation(self._transfer)
+        self._observed[chunk] = observation, weakref.ref(backward)
+        self._counters.listener = self._waited
+        backward.watch(observation.in_backward)
+        return AutoForward(None, observation, self._free_bytes())
+
+    def _waited(self, time: PendingTime) -> None:
+        for observation, _ in self._observed.values():
+            observation.waited(time)
+
+    def _measured(self) -> dict[int, Measured | None]:
+        """End the observation and return its results."""
+        self._transfer.synchronize()
+        observed, self._observed = self._observed, {}
+        self._counters.listener = None
+        return {chunk: observation.measured() for chunk, (observation, _) in observed.items()}
+
     def _free_bytes(self) -> int | None:
         free = self._transfer.free_bytes()
         return None if free is None else max(0, int((free - self._pending_bytes()) * KEPT_SHARE_OF_FREE))
@@ -236,32 +249,28 @@ class AutoWindows:
 
     def _try_to_decide(self) -> None:
         """Decide now, provided that the backward of the observed forward has run on all ranks."""
-        ran = self._backward is None or self._backward() is None
-        if not all(from_all_ranks(ran)) or self._observation is None or self._link is None:
+        ran = all(reference() is None for _, reference in self._observed.values())
+        if not all(from_all_ranks(ran)) or self._link is None:
             return
-        self._transfer.synchronize()
-        measured = self._observation.measured()
+        (measured,) = self._measured().values()
         heard = from_all_ranks(measured)
         everyone = [item for item in heard if item is not None]
-        self._counters.listener = None
-        self._observation = None
         if measured is None or len(everyone) < len(heard):
             logger.info(_NOT_SEEN)
             return
         agreed = _slowest_step(measured, everyone)
         chosen = choose_windows(agreed.candidates, agreed.timeline, self._link, self._pool.limit_bytes)
-        decisions = _within_device(agreed, chosen, self._kept_limit)
-        self._actions = _actions(agreed, decisions)
-        self._say([(agreed, decisions)], self._link)
+        self._use({0: (agreed, _within_device(agreed, chosen, self._kept_limit))}, self._link)
 
-    def _say(self, decided: Sequence[tuple[Measured, Sequence[Decision]]], link: Link) -> None:
-        """Log the decisions of each observed forward, and add them to the plan as adjustments."""
+    def _use(self, decided: Mapping[int, tuple[Measured, Sequence[Decision]]], link: Link) -> None:
+        """Use the decisions for each chunk from now on, log them, and add them to the plan as adjustments."""
+        self._chosen = {chunk: _actions(*found) for chunk, found in decided.items()}
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
-        self._tell([adjustment for found in decided for adjustment in _adjustments(*found, link)])
+        self._tell([adjustment for found in decided.values() for adjustment in _adjustments(*found, link)])
         swapped, kept = (
             sum(
                 item.size_bytes
-                for measured, decisions in decided
+                for measured, decisions in decided.values()
                 for item, decision in zip(measured.candidates, decisions, strict=True)
                 if item.windows is None and decision.swap is swap
             )
@@ -295,8 +304,6 @@ class StageWindows(AutoWindows):
     ) -> None:
         super().__init__(transfer, pool, counters, pending_bytes, decided)
         self._passes = passes
-        self._observed: dict[int, tuple[Observation, weakref.ref[Backward]]] = {}
-        self._chosen: dict[int, Mapping[Key, Action]] = {}
         passes.listen(self.step_starts)
 
     def step_starts(self) -> None:
@@ -310,19 +317,10 @@ class StageWindows(AutoWindows):
 
     def forward_starts(self, backward: Backward) -> AutoForward:
         """Return how to treat the training forward that starts."""
-        running = self._passes.running
-        chunk = 0 if running is None else running.chunk
         if not self._transfer.overlaps:
             return super().forward_starts(backward)
-        if self._chosen:
-            return AutoForward(self._chosen.get(chunk, {}), None, None, settled=True)
-        if self._link is None or chunk in self._observed:
-            return AutoForward(None, None, self._free_bytes())
-        observation = Observation(self._transfer)
-        self._observed[chunk] = observation, weakref.ref(backward)
-        self._counters.listener = self._waited
-        backward.watch(observation.in_backward)
-        return AutoForward(None, observation, self._free_bytes())
+        running = self._passes.running
+        return self._treated(0 if running is None else running.chunk, backward)
 
     def forward_ended(self, forward: AutoForward) -> None:
         """Note that a training forward has ended."""
@@ -330,32 +328,21 @@ class StageWindows(AutoWindows):
             if observation is forward.observation and (backward := reference()) is not None:
                 observation.forward_ended(backward.clock.now())
 
-    def _waited(self, time: PendingTime) -> None:
-        for observation, _ in self._observed.values():
-            observation.waited(time)
-
     def _decide(self, link: Link) -> None:
-        self._transfer.synchronize()
-        observed, self._observed = self._observed, {}
-        self._counters.listener = None
-        measured = {chunk: observation.measured() for chunk, (observation, _) in observed.items()}
+        measured = self._measured()
         found = {chunk: item for chunk, item in measured.items() if item is not None}
         if not found or len(found) < len(measured):
             logger.info(_NOT_SEEN)
             return
         passes = self._passes.most_in_flight()
-        decided = []
-        for chunk, seen in found.items():
-            decisions = self._decisions(chunk, seen, link, passes)
-            self._chosen[chunk] = _actions(seen, decisions)
-            decided.append((seen, decisions))
+        decided = {chunk: (seen, self._decisions(chunk, seen, link, passes)) for chunk, seen in found.items()}
         swapped = max(
             sum(item.size_bytes for item, one in zip(seen.candidates, decisions, strict=True) if one.swap)
-            for seen, decisions in decided
+            for seen, decisions in decided.values()
         )
         self._pool.reserve(passes * swapped)
         self._pool.wait_reserved()
-        self._say(decided, link)
+        self._use(decided, link)
 
     def _decisions(self, chunk: int, seen: Measured, link: Link, in_flight: int) -> list[Decision]:
         """Choose for one chunk; a tensor that would need a longer window than windows can be is kept."""

@@ -514,40 +514,32 @@ def _shown(
     They derive from ``parent``, whose node gets no gradient but must run: DDP waits for it.
     """
     with no_saved_tensor_hooks():
-        shown: TiledLogits = _Show.apply(form, say, parent, hidden, *parameters)
+        shown: TiledLogits = _Rows.apply(form, None, say, parent, hidden, *parameters)
     shown.hidden, shown.parameters = hidden, parameters
     return shown
 
 
-class _Show(torch.autograd.Function):
-    """The node of logits that are not computed. It gets a gradient only if they were read after all."""
+class _Rows(torch.autograd.Function):
+    """The values that a function returns for each row; backward runs it again, tile by tile.
+
+    Without a function: logits that are not computed. They get a gradient only if they were read after all.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, form: RowRecipe, say: ReportWhole, parent: Any, hidden: torch.Tensor, *parameters: Any
+        ctx: Any,
+        form: RowRecipe,
+        function: RowCall | None,
+        say: ReportWhole,
+        parent: Any,
+        hidden: torch.Tensor,
+        *parameters: Any,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.form = form
-        ctx.save_for_backward(hidden, *parameters)
-        return TiledLogits(form, say)
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, upstream: torch.Tensor | None) -> tuple[Any, ...]:
-        if upstream is None:
-            return tuple(None for _ in ctx.needs_input_grad)
-        return None, None, None, *_backward(ctx, None, upstream.reshape(-1, upstream.shape[-1]))
-
-
-class _RowValues(torch.autograd.Function):
-    """The values that a function returns for each row; backward runs it again, tile by tile."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, form: RowRecipe, function: RowCall, parent: Any, hidden: torch.Tensor, *parameters: Any
-    ) -> torch.Tensor:
         ctx.form, ctx.function = form, function
         ctx.save_for_backward(hidden, *parameters)
+        if function is None:
+            return TiledLogits(form, say)
         values = form.values(function, hidden, parameters)
         if not values.is_floating_point():
             ctx.mark_non_differentiable(values)
@@ -555,16 +547,18 @@ class _RowValues(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_backward(ctx, ctx.function, upstream)
-
-
-def _backward(ctx: Any, function: RowCall | None, upstream: torch.Tensor) -> list[Any]:
-    """Return gradients of a node's hidden states and parameters (its last inputs), from its row values'."""
-    inputs = ctx.saved_tensors
-    wants_hidden = ctx.needs_input_grad[-len(inputs)]
-    _, found = ctx.form.differentiated(function, upstream, inputs[0], inputs[1:], wants_hidden)
-    return [None if one is None else one.to(item.dtype) for one, item in zip(found, inputs, strict=True)]
+    def backward(ctx: Any, upstream: torch.Tensor | None) -> tuple[Any, ...]:
+        if upstream is None:
+            return tuple(None for _ in ctx.needs_input_grad)
+        if ctx.function is None:
+            upstream = upstream.reshape(-1, upstream.shape[-1])
+        inputs = ctx.saved_tensors
+        wants_hidden = ctx.needs_input_grad[-len(inputs)]
+        _, found = ctx.form.differentiated(ctx.function, upstream, inputs[0], inputs[1:], wants_hidden)
+        rounded = (
+            None if one is None else one.to(item.dtype) for one, item in zip(found, inputs, strict=True)
+        )
+        return None, None, None, None, *rounded
 
 
 class _Loss(torch.autograd.Function):
@@ -631,7 +625,9 @@ def _row_values(logits: TiledLogits, form: RowRecipe, function: RowCall) -> torc
     if not _in_graph(logits):
         return form.values(function, logits.hidden, logits.parameters)
     with no_saved_tensor_hooks():
-        values: torch.Tensor = _RowValues.apply(form, function, logits, logits.hidden, *logits.parameters)
+        values: torch.Tensor = _Rows.apply(
+            form, function, logits.say, logits, logits.hidden, *logits.parameters
+        )
     return values
 
 

@@ -143,6 +143,7 @@ class LayerWeights:
     Attributes:
         needed_in_backward: whether the latest training forward saved something of the layer.
         running: whether a call of the layer runs.
+        edition: how often somebody else has written the weights.
     """
 
     def __init__(
@@ -164,8 +165,7 @@ class LayerWeights:
         self._views: tuple[torch.Tensor, ...] = ()
         self._copy: Copy | None = None
         self._versions: list[int] = []
-        self._edition = 0
-        self._tickets: dict[View, WeightTicket] = {}
+        self.edition = 0
 
     @property
     def on_device(self) -> bool:
@@ -218,8 +218,7 @@ class LayerWeights:
         versions = self._present_versions()
         if versions != self._versions:
             self._versions = versions
-            self._edition += 1
-            self._tickets.clear()
+            self.edition += 1
             self.drop()
 
     def fetch(self, transfer: Transfer, counters: Counters, late: bool) -> None:
@@ -277,18 +276,11 @@ class LayerWeights:
         pack = partial(_pack, self, storage_key(block), outer[0])
         return torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer[1]))
 
-    def ticket(self, view: View) -> WeightTicket:
-        """Return the ticket of a view of the device block; the same for every call of the layer."""
-        found = self._tickets.get(view)
-        if found is None:
-            found = self._tickets[view] = WeightTicket(self, view, self._edition)
-        return found
-
     def read(self, view: View, edition: int) -> torch.Tensor:
         """Return a view of the weights on the device, for a backward. Raises `StaleTensorError`."""
         self._read(self)
-        if edition != self._edition:
-            raise StaleTensorError(view.shape, edition, self._edition, self.path)
+        if edition != self.edition:
+            raise StaleTensorError(view.shape, edition, self.edition, self.path)
         if self._block is not None:
             return view.on(self._block, 0)
         # The graph has outlived `remove`: each weight has memory of its own again.
@@ -311,7 +303,7 @@ def _pack(
     if storage_key(tensor) != key:
         return outer(tensor)
     layer.needed_in_backward = True
-    return layer.ticket(View.of(tensor))
+    return WeightTicket(layer, View.of(tensor), layer.edition)
 
 
 def _unpack(outer: Callable[[Any], torch.Tensor], ticket: Any) -> torch.Tensor:

@@ -126,20 +126,14 @@ class SwapStats:
 
 
 class Counters:
-    """What the engine counts."""
+    """What the engine counts, under the names of `SwapStats`."""
+
+    forwards = offloaded_bytes = prefetched_bytes = offloads = prefetches = late_prefetches = 0
+    stalls = recomputes = live_swaps = 0
+    stall_ms = 0.0
 
     def __init__(self) -> None:
-        self.forwards = 0
-        self.offloaded_bytes = 0
-        self.prefetched_bytes = 0
-        self.offloads = 0
-        self.prefetches = 0
-        self.late_prefetches = 0
-        self.stalls = 0
-        self.recomputes = 0
-        self.live_swaps = 0
         self.rejected: Counter[str] = Counter()
-        self.stall_ms = 0.0
         self._pending: list[PendingTime] = []
         self._settle_at = _PENDING_WAITS
         self.listener: Callable[[PendingTime], None] | None = None

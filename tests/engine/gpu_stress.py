@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -127,13 +127,6 @@ def small_llama(device: torch.device, hidden: int = on_gpu(256, 64)) -> nn.Modul
     """A Llama of 4 layers, bf16; without a cache, which a plan would switch off (and compiling notices)."""
     model = tiny_llama(torch.bfloat16, hidden_size=hidden, intermediate_size=2 * hidden, use_cache=False)
     return model.to(device)
-
-
-def compiled(model: nn.Module, compile_layer: Callable[[nn.Module], None]) -> nn.Module:
-    """Compile each decoder layer in place."""
-    for layer in model.model.layers:
-        compile_layer(layer)
-    return model
 
 
 def moving(plan: MemoryPlan | str) -> MemoryPlan | str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
@@ -28,6 +27,7 @@ from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
     batch,
+    compiled_layers,
     gradients_of_step,
     snapshot,
     tiny,
@@ -89,20 +89,8 @@ SELECTED = {
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def compiled(model: nn.Module, backend: Any = "aot_eager", wrapped: bool = False) -> Any:
-    model.config.use_cache = False
-    structured = model_structure(model).layers
-    stack = model.get_submodule(structured[0].module_path.rpartition(".")[0])
-    for index, layer in enumerate(list(stack)):
-        if wrapped:
-            stack[index] = torch.compile(layer, backend=backend)
-        else:
-            layer.compile(backend=backend)
-    return model
-
-
 def compiled_llama(layers: int = NUM_LAYERS, backend: Any = "aot_eager", **settings: Any) -> Any:
-    return compiled(tiny_llama(num_hidden_layers=layers), backend, **settings)
+    return compiled_layers(tiny_llama(num_hidden_layers=layers), backend=backend, **settings)
 
 
 def budget(value: Any) -> str:
@@ -432,7 +420,7 @@ def deviation(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 def with_dropout(text: str | None, backend: str) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
-    model = compiled(tiny_neox(), backend)
+    model = compiled_layers(tiny_neox(), backend=backend)
     with apply(model, text) if text else nullcontext():
         torch.manual_seed(3)
         return step(model)
@@ -520,7 +508,7 @@ def test_a_budget_for_another_number_of_layers() -> None:
 
 def test_what_the_tracer_cannot_name_is_rejected_by_name() -> None:
     message = rejection(
-        compiled(tiny("Mixtral", num_hidden_layers=2)), selecting("mlp", "input_layernorm.mul")
+        compiled_layers(tiny("Mixtral", num_hidden_layers=2)), selecting("mlp", "input_layernorm.mul")
     )
     assert "'mlp' in layers 0-1: routed experts depend on data" in message
     assert "input_layernorm" not in message

@@ -49,25 +49,24 @@ def test_a_copy_computes_alone(plan: MemoryPlan, copied: Callable[[nn.Module], n
     """Catches a copy whose layers are the original's, and an engine that follows a copy."""
     bare = step_gradients(tiny_llama())
     model = tiny_llama()
-    applied = apply(model, plan)
-    step_gradients(model)
-    twin = copied(model)
-    model.zero_grad()
-    before = applied.stats()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.zero_()  # a copy that reads the original gives itself away
-    runs: list[str] = []
-    twin.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(
-        lambda *_: runs.append("forward")
-    )
-    assert_bitwise_equal(step_gradients(twin), bare)
-    assert runs == ["forward"]  # the plan is off: no layer is run again
-    assert all(weight.grad is None for weight in model.parameters())
-    assert applied.stats() == before
-    with apply(twin, plan):  # and it can have one of its own
+    with apply(model, plan) as applied:
+        step_gradients(model)
+        twin = copied(model)
+        model.zero_grad()
+        before = applied.stats()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.zero_()  # a copy that reads the original gives itself away
+        runs: list[str] = []
+        twin.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(
+            lambda *_: runs.append("forward")
+        )
         assert_bitwise_equal(step_gradients(twin), bare)
-    applied.remove()
+        assert runs == ["forward"]  # the plan is off: no layer is run again
+        assert all(weight.grad is None for weight in model.parameters())
+        assert applied.stats() == before
+        with apply(twin, plan):  # and it can have one of its own
+            assert_bitwise_equal(step_gradients(twin), bare)
 
 
 def test_a_copy_has_the_forward_that_somebody_else_had_put_on_a_layer() -> None:

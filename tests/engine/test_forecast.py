@@ -19,6 +19,7 @@ from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
+    compiled_layers,
     gradients_of_step,
     one_step,
     plan_of,
@@ -135,13 +136,6 @@ def test_auto_chooses_within_the_budget_and_is_not_forecast(
     assert [level for level, _ in lines(caplog)] == expected
 
 
-def compiled_layers() -> nn.Module:
-    model = tiny_llama()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -149,7 +143,10 @@ def compiled_layers() -> nn.Module:
             tiny_mixtral,
             "No forecast of host memory: the model does not run on fake tensors (aten.nonzero.default).",
         ),
-        (compiled_layers, "No forecast of host memory: the compiler decides what compiled layers save."),
+        (
+            lambda: compiled_layers(tiny_llama(), backend="eager"),
+            "No forecast of host memory: the compiler decides what compiled layers save.",
+        ),
     ],
 )
 def test_where_it_cannot_be_known_a_line_says_so(

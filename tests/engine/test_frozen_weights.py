@@ -184,38 +184,36 @@ def test_under_transformers_own_checkpointing(reentrant: bool) -> None:
 def test_bytes_over_the_link_are_the_formula() -> None:
     """Each layer twice a micro-batch, without those that stay at the two turns."""
     model = lora_llama()
-    applied = applied_to(model)
-    weights = weights_of(applied)
-    sizes = [layer.size_bytes for layer in weights.layers]
-    frozen = [
-        sum(-(-one.nbytes // 512) * 512 for one in layer.parameters() if not one.requires_grad)
-        for layer in model.base_model.model.model.layers
-    ]
-    assert sizes == frozen, "each weight at a multiple of 512"
-    totals = [0]
-    for step in range(4):
-        one_step(model, step)
-        totals.append(weights.stats().prefetched_bytes)
-    steps = [now - before for before, now in pairwise(totals)]
-    stay = sum(sizes[:IN_WINDOW]) + sum(sizes[-IN_WINDOW:])
-    assert steps[1:] == [2 * sum(sizes) - stay] * 3 == [weights.step_bytes] * 3
-    assert steps[0] == 2 * sum(sizes) - sum(sizes[-IN_WINDOW:])
-    assert weights.stats().late_prefetches == 1, "the first layer of the first forward"
-    applied.remove()
+    with applied_to(model) as applied:
+        weights = weights_of(applied)
+        sizes = [layer.size_bytes for layer in weights.layers]
+        frozen = [
+            sum(-(-one.nbytes // 512) * 512 for one in layer.parameters() if not one.requires_grad)
+            for layer in model.base_model.model.model.layers
+        ]
+        assert sizes == frozen, "each weight at a multiple of 512"
+        totals = [0]
+        for step in range(4):
+            one_step(model, step)
+            totals.append(weights.stats().prefetched_bytes)
+        steps = [now - before for before, now in pairwise(totals)]
+        stay = sum(sizes[:IN_WINDOW]) + sum(sizes[-IN_WINDOW:])
+        assert steps[1:] == [2 * sum(sizes) - stay] * 3 == [weights.step_bytes] * 3
+        assert steps[0] == 2 * sum(sizes) - sum(sizes[-IN_WINDOW:])
+        assert weights.stats().late_prefetches == 1, "the first layer of the first forward"
 
 
 def test_layers_below_the_lowest_trained_one_are_not_copied_in_backward() -> None:
     model = half_frozen_llama()
-    applied = applied_to(model)
-    weights = weights_of(applied)
-    one_step(model)
-    before = weights.stats().prefetched_bytes
-    one_step(model, 1)
-    # Layers 2 and 3 stay for backward, which needs no others: the next forward begins with 0 and 1.
-    sizes = {layer.scope: layer.size_bytes for layer in weights.layers}
-    assert set(sizes) == {0, 1, 3}, "layer 2 is trained whole"
-    assert weights.stats().prefetched_bytes - before == sizes[0] + sizes[1] + sizes[3] - sizes[1]
-    applied.remove()
+    with applied_to(model) as applied:
+        weights = weights_of(applied)
+        one_step(model)
+        before = weights.stats().prefetched_bytes
+        one_step(model, 1)
+        # Layers 2 and 3 stay for backward, which needs no others: the next forward begins with 0 and 1.
+        sizes = {layer.scope: layer.size_bytes for layer in weights.layers}
+        assert set(sizes) == {0, 1, 3}, "layer 2 is trained whole"
+        assert weights.stats().prefetched_bytes - before == sizes[0] + sizes[1] + sizes[3] - sizes[1]
 
 
 class CountingTransfer(WatchingTransfer):
@@ -264,67 +262,62 @@ def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
         return found
 
     model = lora_llama()
-    applied = applied_to(model, transfer=RecordingTransfer())
-    for got, expected in zip(run(model), run(lora_llama()), strict=True):
-        assert_bitwise_equal(got, expected)
-    applied.remove()
+    with applied_to(model, transfer=RecordingTransfer()):
+        for got, expected in zip(run(model), run(lora_llama()), strict=True):
+            assert_bitwise_equal(got, expected)
 
 
 def test_evaluation_and_generate_are_as_on_the_device() -> None:
     model, bare = lora_llama(), lora_llama()
-    applied = applied_to(model, transfer=RecordingTransfer())
-    for one in (model, bare):
-        one.eval()
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=batch(0)).logits, bare(input_ids=batch(0)).logits)
-    with torch.inference_mode():
-        assert torch.equal(model(input_ids=batch(1)).logits, bare(input_ids=batch(1)).logits)
-    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        model.generate(input_ids=batch(0), **asked), bare.generate(input_ids=batch(0), **asked)
-    )
-    for one in (model, bare):  # what inference mode has left in the window serves training
-        one.train()
-    assert_bitwise_equal(gradients_of_step(model), gradients_of_step(bare))
-    applied.remove()
+    with applied_to(model, transfer=RecordingTransfer()):
+        for one in (model, bare):
+            one.eval()
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=batch(0)).logits, bare(input_ids=batch(0)).logits)
+        with torch.inference_mode():
+            assert torch.equal(model(input_ids=batch(1)).logits, bare(input_ids=batch(1)).logits)
+        asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(
+            model.generate(input_ids=batch(0), **asked), bare.generate(input_ids=batch(0), **asked)
+        )
+        for one in (model, bare):  # what inference mode has left in the window serves training
+            one.train()
+        assert_bitwise_equal(gradients_of_step(model), gradients_of_step(bare))
 
 
 def test_saving_needs_no_device(tmp_path: Any) -> None:
     model = lora_llama()
     expected = copy.deepcopy(model.state_dict())
-    applied = applied_to(model, transfer=RecordingTransfer())
-    one_step(model)
-    state = model.state_dict()
-    assert list(state) == list(expected)
-    assert_bitwise_equal(state, expected)
-    model.save_pretrained(tmp_path)  # the adapters
-    model.base_model.model.save_pretrained(tmp_path / "whole")
-    assert (tmp_path / "adapter_model.safetensors").exists()
-    assert (tmp_path / "whole" / "model.safetensors").exists()
-    applied.remove()
+    with applied_to(model, transfer=RecordingTransfer()):
+        one_step(model)
+        state = model.state_dict()
+        assert list(state) == list(expected)
+        assert_bitwise_equal(state, expected)
+        model.save_pretrained(tmp_path)  # the adapters
+        model.base_model.model.save_pretrained(tmp_path / "whole")
+        assert (tmp_path / "adapter_model.safetensors").exists()
+        assert (tmp_path / "whole" / "model.safetensors").exists()
 
 
 def test_weights_that_are_loaded_meanwhile_are_used() -> None:
     model, bare = lora_llama(), lora_llama()
-    applied = applied_to(model, transfer=RecordingTransfer())
-    one_step(model)
-    other = {name: value * 1.5 for name, value in bare.state_dict().items()}
-    for one in (model, bare):
-        one.load_state_dict(other)
-    for step in range(2):
-        assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
-    applied.remove()
+    with applied_to(model, transfer=RecordingTransfer()):
+        one_step(model)
+        other = {name: value * 1.5 for name, value in bare.state_dict().items()}
+        for one in (model, bare):
+            one.load_state_dict(other)
+        for step in range(2):
+            assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
 
 
 def test_a_write_between_forward_and_backward_is_an_error() -> None:
     model = lora_llama()
-    applied = applied_to(model)
-    loss = forward(model)
-    with torch.no_grad():
-        model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight.mul_(2)
-    with pytest.raises(StaleTensorError, match="modified by an inplace operation"):
-        loss.backward()
-    applied.remove()
+    with applied_to(model):
+        loss = forward(model)
+        with torch.no_grad():
+            model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight.mul_(2)
+        with pytest.raises(StaleTensorError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_layer_that_writes_its_weights_is_an_error() -> None:
@@ -336,22 +329,20 @@ def test_a_layer_that_writes_its_weights_is_an_error() -> None:
             module.up_proj.base_layer.weight.mul_(2)
 
     layer.mlp.register_forward_pre_hook(writes)
-    applied = applied_to(model)
-    with pytest.raises(PlanError, match=r"layers\.1: .*writes mlp\.up_proj\.base_layer\.weight in place"):
+    written = r"layers\.1: .*writes mlp\.up_proj\.base_layer\.weight in place"
+    with applied_to(model), pytest.raises(PlanError, match=written):
         forward(model)
-    applied.remove()
 
 
 def test_after_an_exception_in_mid_step_training_goes_on() -> None:
     model, bare = lora_llama(), lora_llama()
-    applied = applied_to(model, transfer=RecordingTransfer())
-    raising = model.base_model.model.model.layers[2].register_forward_pre_hook(_raise)
-    with pytest.raises(ZeroDivisionError):
-        forward(model)
-    raising.remove()
-    for step in range(2):
-        assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
-    applied.remove()
+    with applied_to(model, transfer=RecordingTransfer()):
+        raising = model.base_model.model.model.layers[2].register_forward_pre_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            forward(model)
+        raising.remove()
+        for step in range(2):
+            assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
 
 
 def _raise(*_: object) -> None:
@@ -369,26 +360,25 @@ def test_a_graph_outlives_the_removal() -> None:
 
 def test_a_call_in_a_second_thread_is_rejected() -> None:
     model = lora_llama()
-    applied = applied_to(model)
-    found: list[BaseException] = []
+    with applied_to(model):
+        found: list[BaseException] = []
 
-    def call() -> None:
-        try:
-            with torch.no_grad():
-                model(input_ids=batch(0))
-        except PlanError as error:
-            found.append(error)
+        def call() -> None:
+            try:
+                with torch.no_grad():
+                    model(input_ids=batch(0))
+            except PlanError as error:
+                found.append(error)
 
-    def meanwhile(*_: object) -> None:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
+        def meanwhile(*_: object) -> None:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
 
-    handle = model.base_model.model.model.layers[1].mlp.register_forward_pre_hook(meanwhile)
-    forward(model)
-    handle.remove()
-    assert "one call at a time where weights wait on the host" in str(found[0])
-    applied.remove()
+        handle = model.base_model.model.model.layers[1].mlp.register_forward_pre_hook(meanwhile)
+        forward(model)
+        handle.remove()
+        assert "one call at a time where weights wait on the host" in str(found[0])
 
 
 def test_moving_the_model_leaves_the_weights_of_layers() -> None:
@@ -422,28 +412,26 @@ def test_tied_and_trained_weights_stay() -> None:
     layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight  # of two layers
     layers[3].input_layernorm.weight = model.model.norm.weight  # of a layer and of the model
     layers[2].post_attention_layernorm.weight.requires_grad_(True)
-    applied = applied_to(model)
-    names = weights_of(applied).names_in(model)
-    assert not {
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.mlp.up_proj.weight",
-        "model.norm.weight",
-        "model.layers.3.input_layernorm.weight",
-        "model.layers.2.post_attention_layernorm.weight",
-        "model.embed_tokens.weight",
-    } & set(names)
-    assert len(names) == NUM_LAYERS * 9 - 4
-    applied.remove()
+    with applied_to(model) as applied:
+        names = weights_of(applied).names_in(model)
+        assert not {
+            "model.layers.0.mlp.up_proj.weight",
+            "model.layers.1.mlp.up_proj.weight",
+            "model.norm.weight",
+            "model.layers.3.input_layernorm.weight",
+            "model.layers.2.post_attention_layernorm.weight",
+            "model.embed_tokens.weight",
+        } & set(names)
+        assert len(names) == NUM_LAYERS * 9 - 4
 
 
 def test_a_copy_of_the_model_is_an_ordinary_model() -> None:
     model = lora_llama()
-    applied = applied_to(model)
-    one_step(model)
-    copied = copy.deepcopy(model)
-    assert_bitwise_equal(gradients_of_step(copied, 1), gradients_of_step(lora_llama(), 1))
-    copied.to(torch.bfloat16)
-    applied.remove()
+    with applied_to(model):
+        one_step(model)
+        copied = copy.deepcopy(model)
+        assert_bitwise_equal(gradients_of_step(copied, 1), gradients_of_step(lora_llama(), 1))
+        copied.to(torch.bfloat16)
 
 
 def _compiled() -> nn.Module:
@@ -646,17 +634,16 @@ def test_copies_are_hidden_where_they_take_no_longer_than_a_layer(
     clock.drive(model)
     link = Link(rate, rate, rate, rate, latency_ms=0.0)
     monkeypatch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())
-    applied = applied_to(model, transfer=SimulatedTransfer(clock, link))
-    weights = weights_of(applied)
-    one_step(model)
-    first = weights.stats()
-    for step in range(3):
-        one_step(model, step)
-    later = weights.stats() - first
-    assert later.late_prefetches == 0
-    assert (later.stalls == 0) == hidden
-    assert later.prefetched_bytes == 3 * weights.step_bytes
-    applied.remove()
+    with applied_to(model, transfer=SimulatedTransfer(clock, link)) as applied:
+        weights = weights_of(applied)
+        one_step(model)
+        first = weights.stats()
+        for step in range(3):
+            one_step(model, step)
+        later = weights.stats() - first
+        assert later.late_prefetches == 0
+        assert (later.stalls == 0) == hidden
+        assert later.prefetched_bytes == 3 * weights.step_bytes
 
 
 @pytest.mark.parametrize(("never_waits", "wrong"), [(None, False), ("in", True)])

@@ -25,7 +25,6 @@ from tests.engine.gpu_stress import (
     LIVES_OF_COMPILED,
     PLANS,
     Stress,
-    compiled,
     moving,
     needs_expandable_segments,
     small_llama,
@@ -34,7 +33,7 @@ from tests.engine.graph_lives import GRAPH_LIVES
 from tests.engine.pretended_streams import pretend
 from tests.engine.stressed_transfer import StressedTransfer
 from tests.engine.test_gpu import device
-from tests.engine.tiny_models import on
+from tests.engine.tiny_models import compiled_layers, on
 from tests.quick_cases import quick_named
 from tests.rehearsed import on_gpu, skip_compiled, skip_too_large
 
@@ -64,7 +63,7 @@ def compiled_stress(repeatable: None) -> Iterator[Stress]:
     """Layers compiled in place; compiled once for all plans."""
     skip_compiled()
     torch._dynamo.reset()
-    model = compiled(small_llama(device()), lambda layer: layer.compile(dynamic=False))
+    model = compiled_layers(small_llama(device()), dynamic=False)
     found = Stress(model, (BATCH, LENGTH), LIVES_OF_COMPILED)
     found.learn()
     yield found
@@ -205,9 +204,7 @@ def test_the_stress_runs_on_pretended_streams(
 
 def test_the_stress_runs_on_compiled_layers() -> None:
     torch._dynamo.reset()
-    model = compiled(
-        small_llama(CPU, hidden=32), lambda layer: layer.compile(backend="aot_eager", dynamic=False)
-    )
+    model = compiled_layers(small_llama(CPU, hidden=32), backend="aot_eager", dynamic=False)
     stress = Stress(model, (2, 16), LIVES_OF_COMPILED)
     stress.learn()
     machine = Machine([1])

@@ -294,24 +294,27 @@ def test_rows() -> None:
     assert {row.windows for row in plan(True, "auto").rows} == {None}
 
 
-def test_layers_that_are_not_recomputed_whole() -> None:
-    reason = "the layer is not recomputed whole; its input has the fate of what produces it"
-    where = "swap_config.recompute_input"
-    assert texts(plan([0, 1, 3], 10, [1])) == [
-        f"{where}, layers 0, 3: asked input swapped, got no effect: {reason}"
-    ]
-    assert texts(plan(True, 10, [1])) == []
-    assert texts(plan(True, 10, False)) == [
-        f"{where}: asked input swapped, got no effect: no layer is recomputed whole"
-    ]
-
-
-def test_without_swap_it_has_no_effect() -> None:
-    chosen = plan(True, swap=False)
-    assert not any(row.fate == "swap" for row in chosen.rows)
-    assert texts(chosen) == [
-        "swap_config.recompute_input: asked swap, got no effect: swap_config.swap is false"
-    ]
+@pytest.mark.parametrize(
+    ("layers", "recompute", "swap", "text"),
+    [
+        (
+            [0, 1, 3],
+            [1],
+            True,
+            ", layers 0, 3: asked input swapped, got no effect: the layer is not recomputed whole; its input "
+            "has the fate of what produces it",
+        ),
+        (True, [1], True, None),
+        (True, False, True, ": asked input swapped, got no effect: no layer is recomputed whole"),
+        (True, True, False, ": asked swap, got no effect: swap_config.swap is false"),
+    ],
+)
+def test_where_it_has_no_effect_this_is_said(
+    layers: Any, recompute: Any, swap: bool, text: str | None
+) -> None:
+    chosen = plan(layers, 10, recompute, swap)
+    assert swap or not any(row.fate == "swap" for row in chosen.rows)
+    assert texts(chosen) == ([] if text is None else [f"swap_config.recompute_input{text}"])
 
 
 def test_a_layer_that_the_model_does_not_have() -> None:

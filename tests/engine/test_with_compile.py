@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,13 @@ from torch._dynamo.utils import counters
 from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.schedule import OperatorClock
-from tests.engine.tiny_models import assert_bitwise_equal, gradients_of_step, snapshot, tiny_llama
+from tests.engine.tiny_models import (
+    assert_bitwise_equal,
+    compiled_layers,
+    gradients_of_step,
+    snapshot,
+    tiny_llama,
+)
 from tests.quick_cases import quick_first
 
 SMALL = "memory: {min_tensor_mib: 0.0001}\n"
@@ -23,18 +29,6 @@ DEFAULT = SMALL + "swap_config: {swap: true, default_prefetch: 20}\n"
 SOME_LAYERS = SMALL + "swap_config: {swap: true, layer_swap: [{backward_prefetch: 20, layers: [0, 2]}]}\n"
 RECOMPUTE = "recompute_config: {recompute: true}\n"
 OPS = "swap_config: {swap: true, op_swap: [{op_name: attention, backward_prefetch: 20, layers: [0]}]}\n"
-
-
-def in_place(model: nn.Module) -> nn.Module:
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def wrapped(model: nn.Module) -> nn.Module:
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
-    return model
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -46,7 +40,10 @@ def whole_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {"in place": in_place, "wrapped": wrapped}
+LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "in place": partial(compiled_layers, backend="aot_eager"),
+    "wrapped": partial(compiled_layers, backend="aot_eager", wrapped=True),
+}
 WHOLE: dict[str, Callable[[nn.Module], nn.Module]] = {"whole": whole, "whole in place": whole_in_place}
 CASES = [
     *quick_first((("in place", text) for text in (LAYER_SWAP, RECOMPUTE, DEFAULT, SOME_LAYERS)), 2),
@@ -62,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def compiled_llama(direction: str) -> nn.Module:
     model = tiny_llama()
-    model.config.use_cache = False  # the plan does so too; a cache makes every layer another graph
+    model.config.use_cache = False
     return {**LAYERS, **WHOLE}[direction](model)
 
 

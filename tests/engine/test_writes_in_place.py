@@ -62,14 +62,13 @@ def test_a_weight_written_before_backward_is_an_error_that_names_it(plan: Memory
 
 def test_an_optimizer_step_before_backward_is_an_error() -> None:
     model = tiny_llama()
-    applied = apply(model, {"recompute_config": {"recompute": True}})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    forward(model, 0).backward()
-    loss = forward(model, 1)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        loss.backward()
-    applied.remove()
+    with apply(model, {"recompute_config": {"recompute": True}}):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        forward(model, 0).backward()
+        loss = forward(model, 1)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
 
 
 @pytest.mark.parametrize("name", ["hidden_states", "attention_mask"])
@@ -105,10 +104,8 @@ def test_a_module_that_writes_into_what_it_saved_is_an_error(plan: MemoryPlan) -
     with pytest.raises(RuntimeError, match=MODIFIED):
         forward(bare).backward()
     model = copy.deepcopy(bare)
-    applied = apply(model, plan)
-    with pytest.raises(RuntimeError, match=MODIFIED):
+    with apply(model, plan), pytest.raises(RuntimeError, match=MODIFIED):
         forward(model).backward()
-    applied.remove()
 
 
 def accumulates(model: Any) -> None:
@@ -177,9 +174,8 @@ def test_buffers_may_be_written_in_forward() -> None:
     bare = tiny_llama()
     bare.model.layers[1].input_layernorm = CountingNorm(32)
     model = copy.deepcopy(bare)
-    applied = apply(model, {"recompute_config": {"recompute": True}})
-    assert_bitwise_equal(gradients_of_step(model), gradients_of_step(bare))
-    applied.remove()
+    with apply(model, {"recompute_config": {"recompute": True}}):
+        assert_bitwise_equal(gradients_of_step(model), gradients_of_step(bare))
 
 
 # Saved tensors.

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from hf_actswap import MemoryPlan, apply, load_config
+from hf_actswap import MemoryPlan, apply, load_config, model_structure
 from hf_actswap.engine import AppliedPlan, SwapStats, Transfer
 from hf_actswap.plan import PlanRow, Windows
 
@@ -96,6 +96,19 @@ def tiny_neox(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any
         **settings,
     )
     return GPTNeoXForCausalLM(config).to(dtype).train()
+
+
+def compiled_layers(model: nn.Module, wrapped: bool = False, **options: Any) -> nn.Module:
+    """Compile each decoder layer: in place, or ``wrapped`` by what ``torch.compile`` returns."""
+    model.config.use_cache = False  # a plan does so too; a cache makes every layer another graph
+    structured = model_structure(model).layers
+    stack = model.get_submodule(structured[0].module_path.rpartition(".")[0])
+    for index, layer in enumerate(list(stack)):
+        if wrapped:
+            stack[index] = torch.compile(layer, **options)
+        else:
+            layer.compile(**options)
+    return model
 
 
 def swap_rows(paths: Iterable[str], layers: Iterable[int], prefetch_ops: int = 10) -> tuple[PlanRow, ...]:

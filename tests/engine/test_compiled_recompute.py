@@ -324,17 +324,6 @@ def test_a_model_that_ran_before_is_compiled_again_and_afterwards_runs_as_before
     assert graphs() == known
 
 
-@pytest.mark.parametrize(
-    "text", [selecting("feed_forward"), budget(0.3), "recompute_config: {recompute: true}"]
-)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_everything_comes_off_again(text: str, wrapped: bool) -> None:
-    model = compiled_llama(wrapped=wrapped)
-    before = snapshot(model)
-    apply(model, text).remove()
-    assert snapshot(model) == before
-
-
 def test_swap_acts_on_what_is_still_saved() -> None:
     """A row mix on the same layers: exactly the bytes that are recomputed are not swapped any more."""
     rule = "{backward_prefetch: 20, layers: true}"

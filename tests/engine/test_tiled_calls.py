@@ -76,6 +76,7 @@ AROUND: dict[str, dict[str, Any]] = {
         },
         "memory": {"min_tensor_mib": 1e-6},
     },
+    "the user's own checkpointing": {},
     "loss in tiles too": {"tile_config": {"tile": EVERY_TOKEN, "loss": {"tokens": 10}}},
 }
 
@@ -84,6 +85,8 @@ AROUND: dict[str, dict[str, Any]] = {
 def test_two_forwards_not_three_and_gradients_to_rounding(around: str) -> None:
     """The peers' third forward under checkpointing; fates of what is around a tile stay what they were."""
     model = tiny_llama()
+    if around == "the user's own checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     loss, expected = run(model)
     with rows_run(model) as rows, apply(model, {**TILES, **AROUND[around]}) as applied:
         del rows[:]  # the look at the ops
@@ -95,17 +98,6 @@ def test_two_forwards_not_three_and_gradients_to_rounding(around: str) -> None:
     torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=0)
     assert furthest(found, expected) < ROUNDING
     assert furthest(run(model)[1], expected) == 0.0, "nothing is left of it"
-
-
-def test_two_forwards_under_the_users_own_checkpointing() -> None:
-    model = tiny_llama()
-    _, expected = run(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with rows_run(model) as rows, apply(model, TILES):
-        del rows[:]
-        _, found = run(model)
-        assert sum(rows) == 2 * LAYERS * ROWS
-    assert furthest(found, expected) < ROUNDING
 
 
 def test_a_plan_says_it_and_round_trips() -> None:
@@ -305,30 +297,6 @@ def test_dropout_draws_the_same_random_numbers_in_the_second_run_of_a_tile(recom
     undo()
 
 
-def test_adapters_are_seen_as_weights() -> None:
-    model = get_peft_model(
-        tiny_llama(), LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
-    )
-    _, expected = run(model)
-    assert all("lora" in name for name in expected)
-    assert len(expected) == LAYERS * 4
-    with apply(model, {"tile_config": {"tile": {"op_name": "mlp", "tokens": 10}}}):
-        _, found = run(model)
-    assert furthest(found, expected) < ROUNDING
-
-
-def test_nothing_around_a_tile_needs_gradients() -> None:
-    model = tiny_llama()
-    model.requires_grad_(False)
-    model.model.layers[0].mlp.requires_grad_(True)
-    model.model.layers[0].input_layernorm.requires_grad_(True)  # its input has no gradient
-    _, expected = run(model)
-    with apply(model, TILES):
-        _, found = run(model)
-    assert len(found) == 4
-    assert furthest(found, expected) < ROUNDING
-
-
 @pytest.mark.parametrize("how", ["bf16 weights", "autocast"])
 def test_sums_of_mixed_dtypes_are_as_close_to_the_truth_as_without_tiles(how: str) -> None:
     """A peer's sums of gradients in bf16 lose what many tiles add."""
@@ -371,11 +339,34 @@ def mixtral(**settings: Any) -> Any:
     return tiny("Mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **settings)
 
 
-@pytest.mark.parametrize("op_name", ["mlp", "mlp.experts"])
-def test_routed_experts(op_name: str) -> None:
-    model = mixtral()
+def with_adapters() -> Any:
+    config = LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(tiny_llama(), config)
+
+
+def with_nothing_trained_around_a_tile() -> Any:
+    model = tiny_llama().requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(True)
+    model.model.layers[0].input_layernorm.requires_grad_(True)  # its input has no gradient
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], int | None]] = {
+    "adapters": (with_adapters, {"op_name": "mlp", "tokens": 10}, LAYERS * 4),
+    "nothing trained around": (with_nothing_trained_around_a_tile, EVERY_TOKEN, 4),
+    "experts and their router": (mixtral, {"op_name": "mlp", "tokens": 10}, None),
+    "experts": (mixtral, {"op_name": "mlp.experts", "tokens": 10}, None),
+}
+"""A model, what runs in tiles, and the number of its gradients."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_many_kinds(name: str) -> None:
+    make, tiles, count = MODELS[name]
+    model = make()
     _, expected = run(model)
-    with apply(model, {"tile_config": {"tile": {"op_name": op_name, "tokens": 10}}}) as applied:
+    assert count in (None, len(expected))
+    with apply(model, {"tile_config": {"tile": tiles}}) as applied:
         _, found = run(model)
     assert not applied.plan.adjustments
     assert furthest(found, expected) < ROUNDING

@@ -96,13 +96,23 @@ def test_same_gradients_same_graphs_no_breaks(direction: str, text: str) -> None
         assert compiler_work()[1] == {}
 
 
-@pytest.mark.parametrize("direction", [*LAYERS, *WHOLE])
-def test_everything_comes_off_again(direction: str) -> None:
+SELECT = "recompute_config: {select_recompute: {feed_forward: true}}"
+BUDGET = "recompute_config: {compile_budget: 0.3}"
+
+
+@pytest.mark.parametrize(
+    ("direction", "text"),
+    [
+        *((direction, text) for direction in LAYERS for text in (RECOMPUTE, SELECT, BUDGET)),
+        *((direction, LAYER_SWAP) for direction in (*LAYERS, *WHOLE)),
+    ],
+)
+def test_everything_comes_off_again(direction: str, text: str) -> None:
     model = compiled_llama(direction)
     inner = getattr(model, "_orig_mod", model)
     before = snapshot(inner)
     calls = [module._compiled_call_impl for module in inner.modules()]
-    apply(model, LAYER_SWAP).remove()
+    apply(model, text).remove()
     assert snapshot(inner) == before
     assert [module._compiled_call_impl for module in inner.modules()] == calls
 

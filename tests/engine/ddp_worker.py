@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,55 +28,6 @@ WORLD_SIZE = 2
 STEPS = 4
 
 
-def plans() -> dict[str, Any]:
-    """What is tried in one launch; ``None`` is the run with nothing."""
-    functions = ["mlp.mul", "mlp.act_fn.silu", "self_attn.flash_attention", "mlp.up_proj.linear"]
-    return {
-        "nothing": None,
-        **CASES,
-        "everything_swapped": swap_everything(3),
-        "inputs_swapped": "swap_config: {swap: true, op_swap: [], recompute_input: true}\n"
-        "recompute_config: {recompute: true}\n",
-        "functions_recomputed": plan_of(*recompute_rows(functions, range(4))),
-    }
-
-
-def adapters_plans() -> dict[str, Any]:
-    """What is tried with adapters on a frozen base; ``None`` is the run with nothing."""
-    on_host = {name: replace(plan, weights="host") for name, plan in HOST_BESIDE.items()}
-    return {"adapters": None, **on_host}
-
-
-HOST_BESIDE = {
-    "host": plan_of(),
-    "host_wrapped_before": plan_of(),
-    "host_swapped": swap_everything(3),
-    "host_recomputed": plan_of(*recompute_rows([""], range(4))),
-}
-
-
-def dropout_plans() -> dict[str, Any]:
-    """What is tried where each rank draws its own random numbers; ``None`` is the run with nothing."""
-    functions = ["attention.flash_attention", "post_attention_dropout", "mlp.act", "input_layernorm"]
-    return {
-        "dropout": None,
-        "dropout_layers_recomputed": plan_of(*recompute_rows([""], range(4))),
-        "dropout_modules_recomputed": plan_of(*recompute_rows(["attention", "mlp"], range(4))),
-        "dropout_ops_recomputed": plan_of(*recompute_rows(functions, range(4))),
-    }
-
-
-def train_on_rank(rank: int, folder: str) -> None:
-    """Train under each plan and write ``<name>.<rank>.pt``: losses, gradients per step, bytes moved."""
-    cases = {name: partial(_train, rank, plan, True) for name, plan in plans().items()}
-    cases["case_4_before_wrapping"] = partial(_train, rank, CASES["case_4"], False)
-    for name, plan in dropout_plans().items():
-        cases[name] = partial(_train, rank, plan, True, make=_with_dropout)
-    for name, plan in adapters_plans().items():
-        cases[name] = partial(_train, rank, plan, name == "host_wrapped_before", make=_with_adapters)
-    run_cases(rank, folder, WORLD_SIZE, cases)
-
-
 def _with_dropout() -> nn.Module:
     return tiny_neox(attn_implementation="eager", use_cache=False)
 
@@ -88,8 +38,57 @@ def _with_adapters() -> nn.Module:
     return get_peft_model(tiny_llama(), asked).train()
 
 
+_FUNCTIONS = ["mlp.mul", "mlp.act_fn.silu", "self_attn.flash_attention", "mlp.up_proj.linear"]
+_WITH_DROPOUT = ["attention.flash_attention", "post_attention_dropout", "mlp.act", "input_layernorm"]
+GROUPS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "nothing": (
+        tiny_llama,
+        {
+            **CASES,
+            "case_4_before_wrapping": CASES["case_4"],
+            "everything_swapped": swap_everything(3),
+            "inputs_swapped": "swap_config: {swap: true, op_swap: [], recompute_input: true}\n"
+            "recompute_config: {recompute: true}\n",
+            "functions_recomputed": plan_of(*recompute_rows(_FUNCTIONS, range(4))),
+        },
+    ),
+    "dropout": (
+        _with_dropout,
+        {
+            "dropout_layers_recomputed": plan_of(*recompute_rows([""], range(4))),
+            "dropout_modules_recomputed": plan_of(*recompute_rows(["attention", "mlp"], range(4))),
+            "dropout_ops_recomputed": plan_of(*recompute_rows(_WITH_DROPOUT, range(4))),
+        },
+    ),
+    "adapters": (
+        _with_adapters,
+        {
+            "host": plan_of(weights="host"),
+            "host_wrapped_before": plan_of(weights="host"),
+            "host_swapped": swap_everything(3, weights="host"),
+            "host_recomputed": plan_of(*recompute_rows([""], range(4)), weights="host"),
+        },
+    ),
+}
+"""Name of the run with nothing -> a model, and what is tried on it in one launch.
+
+Each rank draws random numbers of its own, and has a frozen base of adapters on the host.
+"""
+BEFORE_WRAPPING = ("case_4_before_wrapping", "host", "host_swapped", "host_recomputed")
+
+
+def train_on_rank(rank: int, folder: str) -> None:
+    """Train under each plan and write ``<name>.<rank>.pt``: losses, gradients per step, bytes moved."""
+    cases = {
+        name: partial(_train, rank, plan, name not in BEFORE_WRAPPING, make)
+        for bare, (make, plans) in GROUPS.items()
+        for name, plan in {bare: None, **plans}.items()
+    }
+    run_cases(rank, folder, WORLD_SIZE, cases)
+
+
 def _train(
-    rank: int, plan: Any, apply_to_wrapped: bool, _: object, make: Callable[[], nn.Module] = tiny_llama
+    rank: int, plan: Any, apply_to_wrapped: bool, make: Callable[[], nn.Module], _: object
 ) -> tuple[list[float], list[Any], int]:
     model = make()
     applied = None if apply_to_wrapped or plan is None else on(model, plan)

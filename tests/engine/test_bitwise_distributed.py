@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.ddp_worker import STEPS, WORLD_SIZE, adapters_plans, dropout_plans, plans, train_on_rank
+from tests.engine.ddp_worker import GROUPS, STEPS, WORLD_SIZE, train_on_rank
 from tests.engine.tiny_models import SWAP_CASES, assert_bitwise_equal
 from tests.processes import launched, of_ranks
 
@@ -16,16 +16,12 @@ LIMIT_S = 200
 results = launched(train_on_rank, WORLD_SIZE, LIMIT_S)
 
 
-BARE = {
-    **dict.fromkeys((*plans(), "case_4_before_wrapping"), "nothing"),
-    **dict.fromkeys(dropout_plans(), "dropout"),
-    **dict.fromkeys(adapters_plans(), "adapters"),
-}
+BARE = {name: bare for bare, (_, plans) in GROUPS.items() for name in plans}
 """What is trained -> the same without a plan."""
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name, bare in BARE.items() if name != bare])
+@pytest.mark.parametrize("name", BARE)
 def test_each_rank_has_the_numbers_of_plain_training(name: str, results: Path) -> None:
     """Adapters have the weights that they leave alone on the host."""
     for found, bare in zip(of_ranks(results, name), of_ranks(results, BARE[name]), strict=True):
@@ -35,7 +31,7 @@ def test_each_rank_has_the_numbers_of_plain_training(name: str, results: Path) -
         for one, other in zip(grads, bare_grads, strict=True):
             assert_bitwise_equal(one, other)
             assert BARE[name] != "adapters" or all("lora_" in adapter for adapter in one)
-        others = ("everything_swapped", "inputs_swapped", "case_4_before_wrapping", *adapters_plans())
+        others = ("everything_swapped", "inputs_swapped", "case_4_before_wrapping", *GROUPS["adapters"][1])
         assert (moved_bytes > 0) == (name in SWAP_CASES or name in others)
     (_, grads, _), (_, other_grads, _) = of_ranks(results, name)
     assert_bitwise_equal(grads[-1], other_grads[-1])

@@ -6,7 +6,6 @@ are named; 2 an error in the command line itself.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -29,8 +28,27 @@ SUMMARIES = {
 
 
 def command(name: str) -> Any:
-    """Import a command's function, of the module of its name, and return it as a click command."""
-    function = getattr(import_module(f".{name}", __package__), name)
+    """Import a command's function and return it as a click command."""
+    function: Any
+    match name:
+        case "check":
+            from .check import check as function
+        case "explain":
+            from .explain import explain as function
+        case "plan":
+            from .plan import plan as function
+        case "profile":
+            from .profile import profile as function
+        case "report":
+            from .report import report as function
+        case "run":
+            from .run import run as function
+        case "env":
+            from .env import env as function
+        case "rehearse":
+            from .rehearse import rehearse as function
+        case _:
+            from .push import push as function
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     # Words after the script are the script's own, also those that begin with `-`.
     words = {"allow_interspersed_args": name != "run"}

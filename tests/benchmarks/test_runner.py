@@ -125,7 +125,7 @@ def test_rows_are_measured_again_on_request_and_where_they_have_changed(
 
 
 @pytest.mark.parametrize("status", ["failed", "timed out"])
-def test_a_failure_is_recorded_and_tried_again_where_it_may_have_been_mended(path: Path, status: str) -> None:
+def test_a_failure_is_recorded_and_tried_again_where_it_may_have_been_mended(path: Path, status: Any) -> None:
     asked = Asked()
     asked.fails["one"] = MeasureError(status, "it broke", "Traceback ...")
     said = run(session_with(path, asked), jobs(ONE, TWO))

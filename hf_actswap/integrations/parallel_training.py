@@ -261,6 +261,7 @@ class DividedTraining(ABC):
 
     Attributes:
         mesh: mesh of all processes.
+        tensor_group: the ranks that hold each layer together; ``None``: one rank does.
         lost_ranks: names the ranks that have ended, in errors of a training or an evaluation.
         shows_bars: whether rank 0 shows progress bars (the Trainer's ``disable_tqdm``).
         passes: order of forwards and backwards on a pipeline's stage; windows of swapped tensors may reach
@@ -268,6 +269,7 @@ class DividedTraining(ABC):
         phase: returns the planner's phase on this rank; ``None``: there is no planner.
     """
 
+    tensor_group: dist.ProcessGroup | None
     passes: PassOrder | None = None
     phase: Callable[[], str] | None = None
 
@@ -280,11 +282,6 @@ class DividedTraining(ABC):
         read_by_data_rank(accelerator, mesh)
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
-
-    @property
-    @abstractmethod
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold each layer together; ``None``: one rank does."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
@@ -365,13 +362,6 @@ class DividedTraining(ABC):
     def whole_model(self) -> AbstractContextManager[None]:
         """Return the context in which the model has all of its modules; loading fills those of this rank."""
         return nullcontext()
-
-    @contextmanager
-    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
-        """Within the block ``optimizer.state_dict()`` is the whole state. Entering it is a collective."""
-        full = self.full_optimizer_state(optimizer.optimizer, keeps)
-        with patched_attribute(optimizer, "state_dict", lambda: full):
-            yield
 
     def storing_plans(self) -> AbstractContextManager[None]:
         """Return the context in which plans are written into a checkpoint. Every rank must enter it."""
@@ -489,12 +479,8 @@ class ParallelTraining(DividedTraining):
         self, accelerator: Any, mesh: ParallelMesh, patched: Patched, timeout_s: float = 60.0
     ) -> None:
         super().__init__(accelerator, mesh, patched.bare, timeout_s)
-        self.patched = patched
+        self.patched, self.tensor_group = patched, patched.group
         self._gradients = TaggedGradients(patched.model, patched.group)
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        return self.patched.group
 
     def replace_fused_head(self) -> None:
         replace_fused_head(self.patched)

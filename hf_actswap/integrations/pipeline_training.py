@@ -114,7 +114,7 @@ class PipelineTraining(DividedTraining):
         super().__init__(accelerator, mesh, staged.model, timeout_s)
         assert parallel.schedule is not None
         device = accelerator.device
-        self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
+        self.staged, self._group, self.tensor_group = staged, pipeline_group, tensor_group
         self._schedule, self.passes = parallel.schedule, staged.passes
         self._stage_group = stage_group
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
@@ -125,12 +125,8 @@ class PipelineTraining(DividedTraining):
         self._are_summed = True
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        return self._tensor_group
-
-    @property
     def _tensor_rank(self) -> int:
-        return 0 if self._tensor_group is None else self._tensor_group.rank()
+        return 0 if self.tensor_group is None else self.tensor_group.rank()
 
     def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
         # Autocast is put on the module, which every stage calls.
@@ -314,7 +310,7 @@ class PipelineTraining(DividedTraining):
         return replace(self.staged.plan_of_stage(plan), unsupported=())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
-        found = whole_state(self.staged, self._group, self._tensor_group)
+        found = whole_state(self.staged, self._group, self.tensor_group)
         return found if keeps else {}
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, keeps: bool) -> dict[str, Any]:
@@ -325,7 +321,7 @@ class PipelineTraining(DividedTraining):
             for name, entries in entries_by_name(state, names).items()
             if self.staged.holders(name)[0] == self.staged.stage
         }
-        whole = dict(gathered_entries(own, held, partitions, self._tensor_group))
+        whole = dict(gathered_entries(own, held, partitions, self.tensor_group))
         found = gathered_on_first_rank(whole, self._group)
         full = numbered_state(state["param_groups"], self._whole(names), found)
         return full if keeps else {}

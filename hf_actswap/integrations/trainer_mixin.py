@@ -30,7 +30,7 @@ from .parallel_checkpoint import (
     random_states_by_data_rank,
     write_layout,
 )
-from .parallel_training import DividedTraining, parallelism_config_set
+from .parallel_training import DividedTraining, parallelism_config_set, patched_attribute
 
 LABELS = ("labels", "shift_labels")
 
@@ -201,7 +201,8 @@ class ActSwapTrainerMixin:
         if self.parallel is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with self.parallel.whole_optimizer_state(self.optimizer, self.args.should_save):
+        full = self.parallel.full_optimizer_state(self.optimizer.optimizer, self.args.should_save)
+        with patched_attribute(self.optimizer, "state_dict", lambda: full):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

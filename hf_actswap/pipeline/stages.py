@@ -372,7 +372,7 @@ class StagedModel:
         for slot in self._slots:
             slot.put(slot.original)
         self.model.load_state_dict(dict(state), assign=True)
-        first_of = {name: self.model.get_parameter(name) for name in _parameter_names(self.model)}
+        first_of = dict(self.model.named_parameters(remove_duplicate=False))
         for name, first in self.entries.items():
             if name != first and first in first_of:
                 parent, _, last = name.rpartition(".")
@@ -424,10 +424,6 @@ def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLa
 def stage_of_rank(rank: int, world_size: int, stages: int) -> int:
     """Return the stage of a rank: stages are the outermost axis of all ranks."""
     return rank * stages // world_size
-
-
-def _parameter_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def _free(module: nn.Module, own: set[int], made: dict[int, nn.Parameter]) -> None:

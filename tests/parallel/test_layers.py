@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel import column_input_cases, layer_cases, neox_cases, sharded_module_cases
+from tests.parallel import column_input_cases, layer_cases, neox_cases
 from tests.processes import launch, result, run_cases
 
 Case = Callable[[dist.ProcessGroup | None], None]
-MODULES: tuple[ModuleType, ...] = (layer_cases, sharded_module_cases, column_input_cases, neox_cases)
+MODULES: tuple[ModuleType, ...] = (layer_cases, column_input_cases, neox_cases)
 
 
 def cases() -> dict[str, Case]:

@@ -443,6 +443,7 @@ _SLOW = (
     *("gpipe mixed", "gpipe table", "gpipe interleaved", "interleaved_1f1b keep", "few"),
     *("interleaved_1f1b table", "zero_bubble keep", "gemma2 1f1b", "granite 1f1b", "gpt2 1f1b"),
     *("lora zero_bubble", "golden R13", "1f1b select", "1f1b table"),
+    *("golden R15", "interleaved_1f1b auto swap", "zero_bubble interleaved"),
 )
 TWO_MORE: dict[str, Case] = {
     **{name: TWO.pop(name) for name in _SLOW},

@@ -59,7 +59,7 @@ def assert_same_weights(file: Path, folder: Path) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-APART = ("dropout", "opened", "planned", "predicted", "rejections")
+APART = ("checkpoint", "dropout", "opened", "planned", "predicted", "rejections")
 COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
@@ -210,6 +210,36 @@ def test_each_stage_has_a_plan_file_of_its_own(runs: Path) -> None:
         assert f"stage {rank} with layers {2 * rank}-{2 * rank + 1}, {2 - rank} passes in flight" in str(plan)
         assert {row["scope"] for row in plan["rows"]} <= {2 * rank, 2 * rank + 1, "embedding", "head"}
     assert not (runs / "plan.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages", "files"),
+    [
+        ("stages", 2, {"actswap_plan.stage_0.json", "actswap_plan.stage_1.json"}),
+        ("parts", 1, {"actswap_plan.json"}),
+    ],
+)
+def test_a_training_that_goes_on_uses_the_plan_of_its_checkpoint(
+    name: str, stages: int, files: set[str], runs: Path
+) -> None:
+    checkpoint = runs / f"{name} kept 1f1b {stages}" / "checkpoint-6"
+    assert {path.name for path in checkpoint.glob("actswap_plan*")} == files
+    for rank in range(2):
+        kept, resumed = result(runs, f"checkpoint {name}", rank)
+        assert isinstance(kept, Run)
+        assert resumed.losses[:6] == kept.losses
+        assert len(resumed.losses) == 8
+    for folder in ("actswap", "actswap/stage_1")[:stages]:
+        searched = {
+            case: bool(
+                json.loads((runs / f"{name} {case} 1f1b {stages}" / folder / "planner.json").read_text())[
+                    "trials"
+                ]
+            )
+            for case in ("kept", "resumed")
+        }
+        assert searched == {"kept": True, "resumed": False}
 
 
 @pytest.mark.slow

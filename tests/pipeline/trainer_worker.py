@@ -326,12 +326,14 @@ TWO: dict[str, Any] = {
     "planned too small": lambda folder: told(
         lambda: planned(folder, "planned too small", reduce_by_gib=150_000 / 2**30)
     ),
+    "checkpoint stages": partial(planned_and_resumed, name="stages", stages=2, ranks=1),
+    "checkpoint parts": partial(planned_and_resumed, name="parts", stages=1, ranks=2),
     "opened llama": partial(opened, "llama"),
     "opened tied": partial(opened, "tied"),
     "opened lora": partial(opened, "lora"),
     "opened whole lora": partial(opened, "lora", whole=True),
 }
-"""Two stages."""
+"""Two stages; of ``checkpoint parts`` one model that both ranks hold together."""
 
 SLOW_CASES = ("plain", "metrics", "one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
 SLOW = {
@@ -339,8 +341,12 @@ SLOW = {
     *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", *SCHEDULES)),
     *(
         "reported gpipe",
+        "reported zero_bubble",
+        "resumed from one",
         "dropout 1f1b",
         "dropout resumed",
+        "checkpoint stages",
+        "checkpoint parts",
         "opened llama",
         "opened tied",
         "opened lora",
@@ -474,12 +480,6 @@ def lost_stage(folder: Path) -> None:
     torch.save((said, monotonic() - began), folder / "lost.pt")
     os._exit(0)
 
-
-CHECKPOINT_PLANS: dict[str, Any] = {
-    "stages": partial(planned_and_resumed, name="stages", stages=2, ranks=1),
-    "parts": partial(planned_and_resumed, name="parts", stages=1, ranks=2),
-}
-"""Two ranks: two stages, or one model that both hold together."""
 
 LOST: dict[str, Any] = {"lost": lost_stage}
 

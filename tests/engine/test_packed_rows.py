@@ -39,8 +39,9 @@ def positions(*lengths: int) -> torch.Tensor:
 
 
 def step(model: nn.Module, **call: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of a call, of two rows unless it says otherwise."""
     model.zero_grad()
-    loss = model(input_ids=batch(0), labels=batch(0), **call).loss
+    loss = model(**{"input_ids": batch(0), "labels": batch(0), **call}).loss
     loss.backward()
     return loss.item(), gradients(model)
 
@@ -136,22 +137,16 @@ def test_padding_free_batches_with_variable_length_attention(plan: MemoryPlan, v
     model = tiny_llama(use_cache=False)
     alone = sum(_loss_sum(model, row["input_ids"]) for row in rows)
     model.set_attn_implementation(varlen)
-    loss, expected = _flat_step(model, flat)
+    loss, expected = step(model, **flat)
     assert (
         abs(loss * (17 - 3) - alone) < 1e-4
     )  # the sequences are kept apart; the first token of each has no loss
     with apply(model, plan) as applied:
         for _ in range(3):
-            assert _flat_step(model, flat)[0] == loss
-            assert_bitwise_equal(_flat_step(model, flat)[1], expected)
+            found_loss, found = step(model, **flat)
+            assert found_loss == loss
+            assert_bitwise_equal(found, expected)
         assert applied.stats().offloads + applied.stats().recomputes > 0
-
-
-def _flat_step(model: nn.Module, flat: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    loss = model(**flat).loss
-    loss.backward()
-    return loss.item(), gradients(model)
 
 
 def _loss_sum(model: nn.Module, ids: list[int]) -> float:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import benchmarks  # noqa: F401  (settings of PyTorch on an accelerator, ahead of its import)
-from hf_actswap.rehearsal.launch import SETTINGS
 from tests.piece_limits import pieces_asked_for as pieces_asked_for
 from tests.piece_limits import small_pieces as small_pieces
 from tests.quick_cases import mark_slow_combinations
@@ -22,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A process that a test has started and that crashes tells where.
 os.environ["PYTHONFAULTHANDLER"] = "1"
 
-# Set before any test imports transformers or datasets: they read these once, at import.
+# Set before anything imports huggingface_hub, transformers or datasets: they read these once, at import.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 # How long an example takes says something about the machine, not about the code.
@@ -39,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the quick cases, and skip the tests marked ``gpu`` where there is no accelerator."""
+    from hf_actswap.rehearsal.launch import SETTINGS  # here: the package imports huggingface_hub, see above
+
     mark_slow_combinations(items)
     for item in items:
         if item.get_closest_marker("rehearsal") and SETTINGS not in os.environ:

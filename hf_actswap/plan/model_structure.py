@@ -32,7 +32,7 @@ from .wrappers import (
 
 logger = logging.getLogger(__name__)
 
-OpKind = Literal["module", "activation", "function"]
+OpKind = Literal["module", "activation", "container", "function"]
 
 _CPU = torch.device("cpu")
 
@@ -41,7 +41,8 @@ _CPU = torch.device("cpu")
 class Op:
     """A named op of a layer: its path inside the layer (``mlp.gate_proj``, ``mlp.mul``), and its kind.
 
-    ``activation``: a module without weights or submodules, whose functions are the op.
+    ``activation``: a module without weights or submodules, whose functions are the op. ``container``: a list
+    or a dictionary of modules, which is never called itself; a rule that names it is for those in it.
     """
 
     path: str
@@ -373,18 +374,25 @@ def _layer_structure(index: int, path: str, layer: nn.Module, record: LayerRecor
 
 
 def _kind(module: nn.Module) -> OpKind:
+    if type(module).forward is nn.Module.forward:
+        return "container"
     bare = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is None
     return "activation" if bare and next(module.buffers(recurse=False), None) is None else "module"
 
 
 def _attention_paths(layer: nn.Module) -> frozenset[str]:
-    """Return the paths of a layer's innermost modules that are attention by class or by name."""
-    found = [
-        path
-        for path, module in named_op_modules(layer)
-        if path
-        and ("attention" in type(module).__name__.lower() or path.rpartition(".")[2] in ATTENTION_MODULES)
-    ]
+    """Return the paths of a layer's innermost modules that are attention by class or by name.
+
+    Those of a list have the list's name (LongCat-Flash: ``self_attn.0`` and ``self_attn.1``).
+    """
+    modules, found = dict(named_op_modules(layer)), []
+    for path, module in modules.items():
+        above, _, name = path.rpartition(".")
+        if isinstance(modules.get(above), nn.ModuleList):
+            name = above.rpartition(".")[2]
+        is_named = "attention" in type(module).__name__.lower() or name in ATTENTION_MODULES
+        if path and is_named and _kind(module) != "container":
+            found.append(path)
     return frozenset(path for path in found if not any(other.startswith(f"{path}.") for other in found))
 
 

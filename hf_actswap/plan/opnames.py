@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count, takewhile
 from typing import Any
 
 from .op_facts import COMMUNICATIONS
@@ -124,7 +125,7 @@ class _Names:
         table: dict[str, tuple[str, ...]] = {}
         for name, candidates in _NORMS.items():
             taken = table.get("attention_norm", ())
-            found = self._first("", [path for path in candidates if path not in taken])
+            found = self._first("", [path for path in candidates if not {path, f"{path}.0"} & {*taken}])
             table[name] = table[f"{name}.norm"] = found
         self._add_attention(table)
         self._add_feed_forward(table)
@@ -191,8 +192,13 @@ class _Names:
         return tuple(path for path in self._functions if path.rpartition(".")[0] in modules)
 
     def _first(self, above: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the first of ``names`` that is a module below ``above``."""
-        return self._present(self._modules, [f"{above}.{name}" if above else name for name in names])[:1]
+        """Return the first of ``names`` that is a module below ``above``; of a list, the modules in it."""
+        for path in (f"{above}.{name}" if above else name for name in names):
+            if path in self._modules:
+                return (path,)
+            if listed := tuple(takewhile(self._modules.__contains__, (f"{path}.{n}" for n in count()))):
+                return listed
+        return ()
 
     def _present(self, ops: Collection[str], paths: Iterable[str]) -> tuple[str, ...]:
         return tuple(path for path in paths if path in ops)

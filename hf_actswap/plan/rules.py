@@ -88,12 +88,12 @@ class LayerFates:
         """Recompute ``path`` as one; return the topmost op paths below it whose swap is dropped (rule 1).
 
         For a module without weights (an activation), its functions are recomputed one by one: as one, the
-        module would keep its output, and nothing would be saved.
+        module would keep its output, and nothing would be saved. So are the modules of a list.
         """
-        if self._kinds.get(path) == "activation":
-            functions = [node for node in self._nodes if node.rpartition(".")[0] == path]
-            if functions:
-                return [lost for function in functions for lost in self.recompute(function)]
+        if self._kinds.get(path) in ("activation", "container"):
+            parts = [node for node in self._nodes if node.rpartition(".")[0] == path]
+            if parts:
+                return [lost for part in parts for lost in self.recompute(part)]
         if any(is_below(path, root) for root in self.recompute_roots):
             return []  # already inside a recomputed module
         lost = [
@@ -295,7 +295,7 @@ class LayerNames:
     """The three vocabularies of one layer."""
 
     def __init__(self, layer: LayerStructure) -> None:
-        modules = [op.path for op in layer.ops if op.kind != "function"]
+        modules = [op.path for op in layer.ops if op.kind in ("module", "activation")]
         functions = [op.path for op in layer.ops if op.kind == "function"]
         self.reference = reference_names(modules, functions, layer.attention_paths)
         """MindFormers' layer names."""
@@ -356,7 +356,7 @@ def _of_table(table: NameTable) -> Vocabulary:
 def _of_ops(layer: LayerStructure) -> Vocabulary:
     names: dict[str, tuple[tuple[str, ...], bool]] = {}
     for op in layer.ops:
-        names[op.path] = (op.path,), op.kind == "module"
+        names[op.path] = (op.path,), op.kind in ("module", "container")
         parent, _, name = op.path.rpartition(".")
         for synonym in _SYNONYMS.get(name, ()) if op.kind == "function" else ():
             path = f"{parent}.{synonym}" if parent else synonym

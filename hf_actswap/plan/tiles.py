@@ -371,8 +371,10 @@ def tile_ladder(
 
 def _norms(structure: ModelStructure) -> tuple[str, ...]:
     """Return the op paths of all norms: Gemma has two more, and many families norm queries and keys."""
-    paths = (op.path for layer in structure.layers for op in layer.ops if op.kind != "function")
-    return tuple(dict.fromkeys(path for path in paths if "norm" in path.rpartition(".")[2].lower()))
+    kinds = "module", "activation"
+    paths = dict.fromkeys(op.path for layer in structure.layers for op in layer.ops if op.kind in kinds)
+    names = {path: path.rstrip(".0123456789").rpartition(".")[2] for path in paths}  # in a list: the list's
+    return tuple(path for path, name in names.items() if "norm" in name.lower())
 
 
 def tile_names(tiles: Iterable[Tile]) -> str:

@@ -73,6 +73,11 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 8},
+    "longcat_flash": {  # two attentions, norms and dense networks in a layer, each pair a list
+        **{"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 8},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+        **{"v_head_dim": 8, "head_dim": 4, "ffn_hidden_size": 24, "num_hidden_layers": 4},  # attentions
+    },
     "qwen3_next": {  # a layer of linear attention, then one of attention
         **_EXPERTS,
         "num_experts": 4,

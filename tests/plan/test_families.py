@@ -224,6 +224,14 @@ def test_every_path_of_a_layer_can_be_written(
             assert all(row.op_path in (op.path, "output") for row in plan.rows), written
 
 
+def test_a_list_stands_for_the_modules_in_it(plan_of: PlanOf) -> None:
+    """A list is never called: recomputed as one, it would do nothing, and nothing would say so."""
+    plan = plan_of({"recompute_config": {"select_recompute": {"mlps": True}}}, "longcat_flash", 2)
+    assert [row.op_path for row in plan.rows if row.scope == 1] == ["mlps.0", "mlps.1"]
+    norms = plan_of(swapped(r"attention_norm"), "longcat_flash", 2)
+    assert [row.op_path for row in norms.rows if row.scope == 1] == ["input_layernorm.0", "input_layernorm.1"]
+
+
 @pytest.mark.parametrize(
     ("path", "ops"),
     [
@@ -266,11 +274,13 @@ CORES = {
     "electra": ("attention.self",),
     "gpt2": ("attn",),
     "bloom": ("self_attention",),
+    "longcat_flash": ("self_attn.0", "self_attn.1"),
     "qwen3_next": ("self_attn",),
 }
 FEED_FORWARDS = {
     **dict.fromkeys(("phi", "starcoder2", "gpt_oss", "olmoe", "qwen2_moe"), ("mlp",)),
     **dict.fromkeys(("gpt2", "bloom", "qwen3_next"), ("mlp",)),
+    "longcat_flash": ("mlp", "mlps.0", "mlps.1"),
     "opt": ("fc1.linear", "activation_fn.relu", "fc2.linear"),
     "bart": ("fc1.linear", "activation_fn.gelu", "fc2.linear"),
     "bert": ("intermediate.dense.linear", "intermediate.intermediate_act_fn.gelu", "output.dense.linear"),
@@ -292,7 +302,10 @@ def test_other_families_have_the_references_names(family: str, plan_of: PlanOf) 
 
 
 @pytest.mark.parametrize(
-    "family", quick_first(dict.fromkeys(["opt", "gpt_oss", "bart", "bert", "gpt2", "qwen3_next", *CORES]), 6)
+    "family",
+    quick_first(
+        dict.fromkeys(["opt", "gpt_oss", "bart", "bert", "gpt2", "qwen3_next", "longcat_flash", *CORES]), 7
+    ),
 )
 def test_other_families_train_under_the_references_names(
     family: str, tiny_model: MakeModel, gradients: Gradients

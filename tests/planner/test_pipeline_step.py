@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from hf_actswap.engine import Link
 from hf_actswap.engine.schedule import Pass
 from hf_actswap.pipeline.runtime import bubble_share, order_of_passes, passes_in_flight
 from hf_actswap.planner.cost.pipeline_step import OPS, Moving, StageRun, StageWork, run_step
+from hf_actswap.planner.profile import Limits
+from hf_actswap.planner.search import find_plan
 
 STAGES, COUNT = 4, 16
 FORWARD_MS, BACKWARD_MS = 50.0, 100.0
@@ -73,3 +78,35 @@ def test_a_pass_that_nobody_makes_possible() -> None:
     work = StageWork(1.0, 1.0, (), Link(1.0, 1.0, 1.0, 1.0, 0.0))
     with pytest.raises(ValueError, match="no stage can go on"):
         run_step([work, work], [[Pass(0, 0, True)], [Pass(1, 0, False)]])
+
+
+@pytest.mark.parametrize(
+    ("more_bytes", "asked"),
+    [(100, [1000, 900]), (-100, [1000, 1100]), (-20, [1000]), (0, [1000])],
+    ids=["over the budget", "far below", "near", "on it"],
+)
+def test_a_stage_is_searched_for_what_its_simulated_peak_leaves(
+    more_bytes: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its search sees one micro-batch, the simulated step all of them: here ``more_bytes`` more."""
+    found: list[int] = []
+
+    def search(searched: Any, cycle_ms: float, crosses: bool) -> Any:
+        found.append(searched.limits.device_bytes)
+        return SimpleNamespace(rows=(searched.limits.device_bytes,))
+
+    def step(plans: Sequence[Any], moved: bool) -> Any:
+        peaks = tuple(plan.rows[0] + more_bytes if plan.rows else 5000 for plan in plans)
+        work = SimpleNamespace(forward_ms=1.0, backward_ms=2.0)
+        run = SimpleNamespace(busy_ms=12.0, stall_ms=0.0)
+        return SimpleNamespace(
+            plans=plans, works=[work], runs=[run], peaks_bytes=peaks, step_ms=1e6 - sum(peaks)
+        )
+
+    monkeypatch.setattr(find_plan._Searched, "search", search)
+    stage = SimpleNamespace(in_flight=1, buffer_bytes=0)
+    pipeline: Any = SimpleNamespace(stages=[stage], crosses=True, count=4, step=step)
+    fixed: Any = [SimpleNamespace(rows=())]
+    result = find_plan.plan_stages(pipeline, fixed, Limits(1000))
+    assert found == asked
+    assert result.peaks_bytes == (asked[-1] + more_bytes,)

@@ -102,7 +102,6 @@ def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     assert found["inputs swapped"]["host_bytes"] <= limit < 4 * (longest + K) * 32 * 2
 
 
-@pytest.mark.slow
 def test_it_is_shown(run: Run, tiny: Path, tmp_path: Path) -> None:
     """Host memory ends one line, and is too small for another."""
     config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hf_actswap import load_config, model_structure
 from hf_actswap.cli import stages
 from hf_actswap.pipeline import StagedModel, check_cut
 from hf_actswap.pipeline.stages import layout_of
+from hf_actswap.plan.layout import PipelineLayout
 from tests.pipeline.staged_worker import Meter
 
 from .conftest import TINY, Run
@@ -165,6 +168,27 @@ def test_a_better_offset_is_proposed(
     assert given["better"] is None
     assert given["step_ms"] == found["better"]["step_ms"] < 0.995 * found["step_ms"]
     assert f"  {good}" in run("plan", tiny, write(text), *STEP).out
+
+
+def test_layers_move_to_the_fastest_stage_while_nothing_gets_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of two stages has the head: five layers before it would be faster, but take more memory."""
+    monkeypatch.setattr(stages, "_TRIES", 9)
+
+    def answer(parallel: Any, budget: int) -> Any:
+        counts = tuple(4 + moved for moved in parallel.offset)
+        busy = [10.0 * counts[0], 10.0 * counts[1] + 20.0]
+        runs, peaks = [SimpleNamespace(busy_ms=ms) for ms in busy], tuple(100 * count for count in counts)
+        step = SimpleNamespace(runs=runs, peaks_bytes=peaks, step_ms=max(busy))
+        about = {"layout": PipelineLayout((counts,)), "parallel": parallel, "step": step}
+        return SimpleNamespace(**about, budget_bytes=budget, searched=False, allocatable_bytes=0)
+
+    predictor: Any = SimpleNamespace(answer=answer)
+    parallel = load_config(PIPELINE).parallel_config
+    poor = answer(replace(parallel, offset=(-2, 2)), 0)
+    found = stages.LayoutPredictor.better(predictor, poor)
+    assert found is not None
+    assert found.layout.counts == ((4, 4),)
+    assert stages.LayoutPredictor.better(predictor, found) is None
 
 
 def test_the_whole_model_runs_once(run: Run, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:

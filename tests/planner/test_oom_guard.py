@@ -403,6 +403,20 @@ def test_room_is_made_before_batch_norm() -> None:
         assert tickets
 
 
+def test_a_lowered_limit_is_let_go_before_what_allocates_and_cannot_run_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Below what the device has, a budget is no reason to fail; what allocates nothing cannot fail by it."""
+    device, x, model = Device(2**20, ()), torch.randn(64, 16), nn.BatchNorm1d(16)
+    let_go: list[bool] = []
+    monkeypatch.setattr(device.meter, "let_go", lambda: let_go.append(True) or True)
+    with device.running():
+        x.add_(1.0)
+        assert let_go == []
+        model(x)
+        assert let_go
+
+
 def test_other_errors_pass_as_they_are() -> None:
     device = Device(2**20, ())
     with device.running(), pytest.raises(RuntimeError, match="mat1 and mat2") as caught:

@@ -13,10 +13,12 @@ import pytest
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.errors import PlanError
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows, swapped_bytes
+from hf_actswap.plan.actions import Fate
 from hf_actswap.plan.saved_bytes import swapped_copies
 from hf_actswap.planner import BudgetError, Limits, Profile, find_plan, predict
 from hf_actswap.planner.search import layer_milp, layer_options
 from hf_actswap.planner.search.find_plan import Found, Search, candidates, least_peak_bytes
+from hf_actswap.planner.search.layer_graph import effective_min_bytes
 from hf_actswap.planner.search.layer_milp import Solution
 from tests.quick_cases import quick_first
 
@@ -44,6 +46,14 @@ def found_at(profile: Profile, share: float, fixed: MemoryPlan = NOTHING, **limi
 
 def fates(plan: MemoryPlan) -> Counter[str]:
     return Counter(row.fate for row in plan.rows)
+
+
+@pytest.mark.parametrize(("fate", "least_bytes"), [("swap", 5), ("recompute", 100)])
+def test_the_size_below_which_nothing_moves(fate: Fate, least_bytes: int) -> None:
+    """Rows that a configuration swaps hold for all tensors of its own least size, also beside a planner's."""
+    fixed = MemoryPlan((PlanRow(0, "mlp", fate),), LAYERS, min_tensor_bytes=5)
+    assert effective_min_bytes(fixed, Limits(0, min_tensor_bytes=100)) == least_bytes
+    assert effective_min_bytes(fixed, Limits(0, min_tensor_bytes=3)) == 5
 
 
 def test_without_pressure_nothing_is_planned() -> None:

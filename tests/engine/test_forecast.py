@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import PageableSlabs, Resources, host_budget, install, record_saved
+from hf_actswap.engine.stats import gib_text
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
@@ -273,3 +275,18 @@ def test_bind_numa_comes_from_the_configuration() -> None:
     assert resolve_plan(load_config(config), shape).bind_numa is True
     config["memory"] = {"bind_numa": False}
     assert resolve_plan(load_config(config), shape).bind_numa is False
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "least", "limit"),
+    [
+        (0, "0 GiB", "0 GiB"),
+        (5 * MIB, "0.004883 GiB", "0.004882 GiB"),
+        (GIB, "1.000 GiB", "1.000 GiB"),
+        (100 * GIB + 1, "100.1 GiB", "100.0 GiB"),
+        (2**60, "unlimited", "unlimited"),
+    ],
+)
+def test_sizes_in_words(size_bytes: int, least: str, limit: str) -> None:
+    """Other tests make the words that they expect with the same function."""
+    assert (gib_text(size_bytes, math.ceil), gib_text(size_bytes, math.floor)) == (least, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from hf_actswap.planner import (
     profile_to_json,
 )
 from hf_actswap.planner.cost.compiled_shares import compile_points_of, offered_points, point_of_share
-from hf_actswap.planner.search.compiled_frontier import Shown, learned, variants_of
+from hf_actswap.planner.search.compiled_frontier import Shown, learned, shown_by, variants_of
 from hf_actswap.planner.search.find_plan import Found, candidates
 from hf_actswap.planner.search.layer_milp import MOST_VARIANTS
 from tests.engine.tiny_models import forward, tiny_llama
@@ -293,3 +294,11 @@ def test_the_frontier_is_measured_by_the_trials(unplanned: Trained) -> None:
 def test_points_are_plain_data() -> None:
     assert FrontierPoint().variant == (1.0, (), ())
     assert FrontierPoint(0.5, saved=0.4).variant == FrontierPoint(0.5, saved=0.6).variant
+
+
+def test_what_a_trial_missed_is_a_part_of_its_peak() -> None:
+    """And its first step, which compiles, says nothing of the time."""
+    first = SimpleNamespace(step_ms=1.0, peak_bytes=100, missing_bytes=30, offloaded_bytes=0)
+    second = SimpleNamespace(step_ms=5.0, peak_bytes=110, missing_bytes=0, offloaded_bytes=7)
+    trial: Any = SimpleNamespace(steps=[first, second])
+    assert shown_by(trial) == Shown(5.0, 130, 7)

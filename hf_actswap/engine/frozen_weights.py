@@ -83,7 +83,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope
-from ..plan.model_structure import ModelStructure
+from ..plan.model_structure import ModelStructure, is_container
 from ..plan.record import storage_key
 from ..plan.wrappers import FSDP2_METHOD, is_checkpointed, is_compiled
 from .hook_wrappers import Undo, replace_forward, replace_method
@@ -516,8 +516,7 @@ class FrozenWeights:
         for module, own in names.items():
             self._undo.append(replace_method(module, "_apply", partial(_Stays, self, module, own)))
         for module in self._root.get_submodule(layer.path).modules():
-            called = type(module).forward is not nn.Module.forward  # a ModuleList is never called
-            if called and any(part in names for part in module.modules()):
+            if not is_container(module) and any(part in names for part in module.modules()):
                 self._undo.append(self._wrapped(layer, module))
 
     def _wrapped(self, layer: LayerWeights, module: nn.Module) -> Undo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile, islice
@@ -374,10 +374,21 @@ def _layer_structure(index: int, path: str, layer: nn.Module, record: LayerRecor
 
 
 def _kind(module: nn.Module) -> OpKind:
-    if type(module).forward is nn.Module.forward:
+    if is_container(module):
         return "container"
     bare = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is None
     return "activation" if bare and next(module.buffers(recurse=False), None) is None else "module"
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, as a list or a dictionary of modules does: it is never called."""
+    return type(module).forward is nn.Module.forward
+
+
+def own_name(path: str, containers: Container[str]) -> str:
+    """Return the name of a module or op, which is that of the list (or dictionary) that holds it, if any."""
+    above, _, name = path.rpartition(".")
+    return above.rpartition(".")[2] if above in containers else name
 
 
 def _attention_paths(layer: nn.Module) -> frozenset[str]:
@@ -385,14 +396,14 @@ def _attention_paths(layer: nn.Module) -> frozenset[str]:
 
     Those of a list have the list's name (LongCat-Flash: ``self_attn.0`` and ``self_attn.1``).
     """
-    modules, found = dict(named_op_modules(layer)), []
-    for path, module in modules.items():
-        above, _, name = path.rpartition(".")
-        if isinstance(modules.get(above), nn.ModuleList):
-            name = above.rpartition(".")[2]
-        is_named = "attention" in type(module).__name__.lower() or name in ATTENTION_MODULES
-        if path and is_named and _kind(module) != "container":
-            found.append(path)
+    modules = dict(named_op_modules(layer))
+    containers = {path for path, module in modules.items() if is_container(module)}
+    found = [
+        path
+        for path in modules.keys() - containers - {""}
+        if "attention" in type(modules[path]).__name__.lower()
+        or own_name(path, containers) in ATTENTION_MODULES
+    ]
     return frozenset(path for path in found if not any(other.startswith(f"{path}.") for other in found))
 
 

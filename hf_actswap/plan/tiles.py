@@ -31,7 +31,7 @@ from ..errors import PlanError, Problem
 from .actions import Adjustment, MemoryPlan, Scope, Tile, format_scopes
 from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from .forward_recorder import ForwardRecorder
-from .model_structure import ModelStructure
+from .model_structure import ModelStructure, own_name
 from .op_facts import argument_of, computes
 from .opnames import EXPERTS_MODULE
 from .record import storage_key
@@ -371,10 +371,12 @@ def tile_ladder(
 
 def _norms(structure: ModelStructure) -> tuple[str, ...]:
     """Return the op paths of all norms: Gemma has two more, and many families norm queries and keys."""
-    kinds = "module", "activation"
-    paths = dict.fromkeys(op.path for layer in structure.layers for op in layer.ops if op.kind in kinds)
-    names = {path: path.rstrip(".0123456789").rpartition(".")[2] for path in paths}  # in a list: the list's
-    return tuple(path for path, name in names.items() if "norm" in name.lower())
+    found: dict[str, None] = {}
+    for layer in structure.layers:
+        containers = {op.path for op in layer.ops if op.kind == "container"}
+        modules = (op.path for op in layer.ops if op.kind in ("module", "activation"))
+        found |= dict.fromkeys(path for path in modules if "norm" in own_name(path, containers).lower())
+    return tuple(found)
 
 
 def tile_names(tiles: Iterable[Tile]) -> str:

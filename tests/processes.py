@@ -12,7 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_actswap.parallel import rank_agreement
 from tests.quick_cases import runs_slow_cases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,14 +149,42 @@ def launch_trainers(cases: str, folder: Path, world_size: int, limit_s: float) -
     return launch(partial(run_trainers, cases, world_size), folder, world_size, limit_s)
 
 
-def run_trainers_in_fork(worker: str, world_size: int, rank: int, folder: Path) -> None:
-    """Run `run_trainers` in a fork, which imports nothing again, and which the trainers may end."""
-    folder.mkdir(exist_ok=True)
-    child = os.fork()
-    if child == 0:
-        run_trainers(worker, world_size, rank, str(folder))
-        os._exit(0)
-    os.waitpid(child, 0)
+LOST_RANK_LIMIT_S = 2.0
+"""How long ranks wait for the answer of one that may have ended, in `launched_to_lose_ranks`."""
+
+
+def launched_to_lose_ranks(
+    losing: str, world_size: int, limit_s: float, names: Collection[str], quick: Collection[str]
+) -> Any:
+    """Return a module's fixture: the folder in which each case has its own, after one launch for all of them.
+
+    Args:
+        losing: the function of Trainers (see `launch_trainers`) in which ranks may end, on a case's folder.
+        names: of the cases; those of them in ``quick`` run without slow tests too.
+    """
+    lose = partial(_lose_ranks, losing, world_size, tuple(names), tuple(quick))
+    return launched(lose, world_size, limit_s, told_of_slow=True)
+
+
+def _lose_ranks(
+    losing: str,
+    world_size: int,
+    names: Sequence[str],
+    quick: Sequence[str],
+    slow: bool,
+    rank: int,
+    folder: str,
+) -> None:
+    """Run each case in a fork, which imports nothing again, and which the trainers may end."""
+    rank_agreement.ANSWER_LIMIT_S = LOST_RANK_LIMIT_S
+    for name in names if slow else quick:
+        own = Path(folder, name)
+        own.mkdir(exist_ok=True)
+        child = os.fork()
+        if child == 0:
+            run_trainers(losing, world_size, rank, str(own))
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 def run_trainers(cases: str, world_size: int, rank: int, folder: str) -> None:

@@ -13,23 +13,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import hf_actswap
-from hf_actswap.parallel import rank_agreement
 from tests.integrations.parallel_runs import Rows, parallel, tiny_llama
-from tests.processes import launched, run_trainers_in_fork, told
+from tests.processes import LOST_RANK_LIMIT_S, launched_to_lose_ranks, told
 from tests.quick_cases import slow_among
 
 ENDS = {"one": (3,), "one of each model": (1, 3), "outside of the block": (3,)}
 """Which ranks end."""
 QUICK = ("one of each model",)
-LIMIT_S = 2.0
-"""How long the others wait for an answer."""
-
-
-def lose_ranks(slow: bool, rank: int, folder: str) -> None:
-    """Run each case, every rank in a process of its own."""
-    rank_agreement.ANSWER_LIMIT_S = LIMIT_S
-    for name in ENDS if slow else QUICK:
-        run_trainers_in_fork(f"{__name__}:LOSING", 4, rank, Path(folder, name))
 
 
 def loses_ranks(folder: Path) -> None:
@@ -61,7 +51,7 @@ LOSING = {"lost": loses_ranks}
 
 pytestmark = pytest.mark.dist
 
-lost = launched(lose_ranks, 4, 90, told_of_slow=True)
+lost = launched_to_lose_ranks(f"{__name__}:LOSING", 4, 90, ENDS, QUICK)
 OUTSIDE = "outside of the block"
 
 
@@ -74,7 +64,7 @@ def test_each_rank_names_all_that_have_ended_and_no_other(how: str, lost: Path) 
         said, took_s = torch.load(lost / how / f"said.{rank}.pt", weights_only=False)
         assert said.startswith(f"LostRankError: rank {rank}: a collective of ranks ["), said
         ranks = ", ".join(f"rank {other}" for other in ended)
-        assert f"answer. No sign within {LIMIT_S:g} s of: {ranks}. Look for" in said, said
+        assert f"answer. No sign within {LOST_RANK_LIMIT_S:g} s of: {ranks}. Look for" in said, said
         assert took_s < 15
 
 
@@ -82,5 +72,8 @@ def test_each_rank_names_all_that_have_ended_and_no_other(how: str, lost: Path) 
 def test_outside_of_the_block_the_error_names_it(lost: Path) -> None:
     said, _ = torch.load(lost / OUTSIDE / "said.2.pt", weights_only=False)
     assert "a collective of ranks [2, 3] failed" in said
-    assert f"No sign within {LIMIT_S:g} s of: rank 3. Only the ranks of this collective were asked" in said
+    assert (
+        f"No sign within {LOST_RANK_LIMIT_S:g} s of: rank 3. Only the ranks of this collective were asked"
+        in said
+    )
     assert "`with prepared.naming_lost_ranks():`" in said

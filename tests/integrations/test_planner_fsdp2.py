@@ -22,7 +22,7 @@ from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
 from hf_actswap.planner import CountingMeter, Planner
 from tests.processes import launch_trainers, result
 
-from .conftest import losses, tiny_llama
+from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_training import SHORT, Blocks
 
 GIB = 2**30
@@ -114,12 +114,7 @@ def trained(memory: dict[str, Any] | None, folder: Path) -> Run:
         actswap=None if memory is None else {"memory": memory},
         max_steps=STEPS,
         per_device_train_batch_size=4,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
+        **SHORT_ON_CPU,
         fsdp="full_shard auto_wrap",
         fsdp_config={
             "version": 2,

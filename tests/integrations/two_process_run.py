@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import Trainer
 
 from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
-from tests.integrations.conftest import CASES, Tokens, grad_norms, losses, tiny_llama
+from tests.integrations.conftest import CASES, SHORT_ON_CPU, Tokens, grad_norms, losses, tiny_llama
 
 STEPS = 20
 EVERY_LAYER = {
@@ -32,12 +32,7 @@ def train(config: object, folder: str, **settings: object) -> Run:
         actswap=config,
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
+        **SHORT_ON_CPU,
         ddp_find_unused_parameters=False,
         **settings,
     )

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from hf_actswap.parallel import rank_agreement
 from hf_actswap.parallel.rank_agreement import LostRanks
 from tests.integrations.parallel_runs import Rows
 from tests.pipeline.staged_worker import VOCABULARY
 from tests.pipeline.trainer_worker import trainer_of
-from tests.processes import launch_trainers, launched, result, run_trainers_in_fork, told
+from tests.processes import LOST_RANK_LIMIT_S, launch_trainers, launched_to_lose_ranks, result, told
 from tests.quick_cases import slow_among
 
 
@@ -152,15 +151,6 @@ class EndsRank(TrainerCallback):
 ENDS = {"killed": 2, "raised": 1, "interrupted": 1, "killed first": 0}
 """How a rank ends, and which."""
 QUICK = ("killed",)
-LIMIT_S = 2.0
-"""How long the others wait for its answer."""
-
-
-def lose_ranks(slow: bool, rank: int, folder: str) -> None:
-    """Let a rank end in each way, every rank in a process of its own."""
-    rank_agreement.ANSWER_LIMIT_S = LIMIT_S
-    for how in ENDS if slow else QUICK:
-        run_trainers_in_fork(f"{__name__}:LOSING", 3, rank, Path(folder, how))
 
 
 def loses_rank(folder: Path) -> None:
@@ -256,7 +246,7 @@ def test_a_model_that_is_cut_already_is_rejected(three: Path) -> None:
         assert "model: expected a whole model, found one that another training has cut into stages." in said
 
 
-lost = launched(lose_ranks, 3, LAUNCH_S, told_of_slow=True)
+lost = launched_to_lose_ranks(f"{__name__}:LOSING", 3, LAUNCH_S, ENDS, QUICK)
 
 
 @pytest.mark.parametrize("how", slow_among(ENDS, set(ENDS) - set(QUICK)))
@@ -265,7 +255,7 @@ def test_the_rank_that_has_ended_is_named_and_no_other(how: str, lost: Path) -> 
     cause = {
         "raised": "Rank 1 has left the training: ValueError: of this rank alone. Look for",
         "interrupted": "Rank 1 has left the training: KeyboardInterrupt. Look for",
-    }.get(how, f"answer. No sign within {LIMIT_S:g} s of: rank {ended}. Look for")
+    }.get(how, f"answer. No sign within {LOST_RANK_LIMIT_S:g} s of: rank {ended}. Look for")
     for rank in {0, 1, 2} - {ended}:
         said, took_s = torch.load(lost / how / f"said.{rank}.pt", weights_only=False)
         assert said.startswith(f"LostRankError: rank {rank}: a collective of ranks [0, 1, 2] failed"), said

@@ -53,6 +53,7 @@ from .planned import (
     PLANNED,
     MemoryParts,
     SearchResult,
+    chooses_itself,
     costly_fates_note,
     memory_in_force,
     planned,
@@ -91,7 +92,7 @@ def _document(
         "tokens_per_s": verdict_of(found).tokens_per_s,
         "optimizer_states": {
             "place": "host" if found.states_moved else "device",
-            "kept_ms": found.kept_states_ms,
+            "kept_ms": None if found.kept_states_ms in (None, math.inf) else found.kept_states_ms,
         },
         "host_memory": host_need(found).document(),
         "profile": None if recorded is None else recorded.path,
@@ -201,8 +202,10 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
-        if wanted.memory.weights == "auto" and recorded is None:
+        if recorded is None and wanted.memory.weights == "auto":
             return with_weights_placed(lambda place: at(wanted, place, None))
+        if recorded is None and chooses_itself(wanted.memory):
+            return with_weights_placed(lambda place: at(wanted, place, None), if_faster=False)
         return at(wanted, "host" if wanted.memory.weights == "host" else "keep", recorded)
 
     def at(wanted: ActSwapConfig, place: WeightsPlace, recorded: ProfileFile | None) -> SearchResult:
@@ -293,7 +296,9 @@ def _fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:
 
 def _write(path: str, found: SearchResult) -> None:
     made_for = fingerprint_of(found.subject.model, (found.step.sequences, found.step.tokens))
-    document = json.loads(replace(found.plan, fingerprint=made_for).to_json())
+    limit = found.budget_bytes if found.memory.budget_gib is not None else None
+    plan = replace(found.plan, fingerprint=made_for, device_memory_bytes=limit)
+    document = json.loads(plan.to_json())
     document[PREDICTED] = {
         "model": found.subject.document(),
         "step": found.step.document(),

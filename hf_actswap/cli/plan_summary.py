@@ -5,6 +5,7 @@ They answer whether a device suffices; the tables between them say why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ class Verdict:
         where: on which stage of a pipeline the peak is, such as `` on stage 0``.
         budget_bytes: the most that the step may allocate on a device.
         limit_bytes: the bytes that the peak is compared with: the device's, or the budget if one was named.
-        has_plan: whether fates or tiles are part of the step.
+        means: what makes it fit, such as ``with this plan``.
         compared: whether the step is compared with the other two.
     """
 
@@ -61,7 +62,7 @@ class Verdict:
     where: str
     budget_bytes: int
     limit_bytes: int
-    has_plan: bool
+    means: str
     compared: bool
 
     @property
@@ -80,7 +81,7 @@ class Verdict:
         ]
         if self.compared:
             said += [self._against_checkpointing(), _compared(self.step, self.free, "without a limit")]
-        return f"Fits{'' if self.has_plan else ' without a plan'}: {', '.join(said)}"
+        return f"Fits {self.means}: {', '.join(said)}"
 
     def _against_checkpointing(self) -> str:
         if self.checkpointed.peak_bytes > self.budget_bytes:
@@ -116,9 +117,22 @@ def verdict_of(found: SearchResult) -> Verdict:
         "",
         found.allocatable_bytes,
         limit_bytes(found.memory, found.profile.device_bytes, found.budget_bytes),
-        has_plan=_acts(found.plan),
+        means=_means(found),
         compared=bool(found.plan.rows) or found.chosen_tiles is not None,
     )
+
+
+def _means(found: SearchResult) -> str:
+    """Return what makes a step fit, the dearest means first."""
+    if found.chosen_tiles is not None:
+        return "in tiles"
+    moved = [
+        *(["frozen weights"] if found.step.weights == "host" else []),
+        *(["the optimizer's states"] if found.states_moved else []),
+    ]
+    if moved:
+        return f"with {' and '.join(moved)} on the host"
+    return "with this plan" if _acts(found.plan) else "without a plan"
 
 
 @dataclass(frozen=True)
@@ -255,6 +269,8 @@ def states_note(found: SearchResult) -> Iterator[str]:
     if kept_ms is not None:
         taken = step_ms_text(found.prediction.step_ms)
         why = f"chosen: a step takes {taken}, and {step_ms_text(kept_ms)} with them on the device"
+        if math.isinf(kept_ms):
+            why = "chosen: nothing fits with them on the device"
     yield f"Optimizer's states ({size}): on the host, copied once a step ({why})."
 
 

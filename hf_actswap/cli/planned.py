@@ -130,7 +130,8 @@ class SearchResult:
             fits without them.
         host_is_written: whether the configuration limits host memory, or the command line does.
         kept_states_ms: the time of the optimizer's step with its states on the device, where they wait on the
-            host because that is faster; ``None``: they wait where it is written, or on the device.
+            host because that is faster; infinite: nothing fits so; ``None``: they wait where it is written,
+            or on the device.
         resident_state_bytes: then `WholeStep.resident_bytes`.
         weights_why: why the frozen weights of layers wait where they do; empty: it is written.
     """
@@ -250,6 +251,8 @@ def costly_fates_note(steps: Mapping[str, Prediction]) -> Iterator[str]:
         for name in (BY_HAND, PLANNER_SAME_PEAK)
     )
     budget = math.ceil(steps[BY_HAND].peak_bytes / (1 - MARGIN_SHARE) / GIB * 100) / 100
+    if budget * GIB >= steps[NOTHING].peak_bytes:
+        return  # within such a budget nothing needs a plan
     cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (BY_HAND, PLANNER_SAME_PEAK))
     yield (
         f"! Costly: it saves {saved} and adds {cost} to a step. `memory: {{mode: adaptive, budget_gib: "
@@ -298,9 +301,9 @@ def planned(
     search = _Search(found, step, memory, profile, fixed, with_least)
     if memory.preference != "auto":
         return search.with_tiles(config)
-    result = replace(search, memory=replace(memory, preference="performance")).with_tiles(config)
+    on_device = replace(search, memory=replace(memory, preference="performance"))
     if memory.mode != "adaptive" or memory.optimizer_in_backward:
-        return result
+        return on_device.with_tiles(config)
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
 
     def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
@@ -310,16 +313,28 @@ def planned(
         one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
         return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
 
-    own = WholeStep(result.prediction, result.prediction.step_ms)
+    try:
+        result: SearchResult | None = on_device.with_tiles()
+    except BudgetError:
+        result = None
+    own = None if result is None else WholeStep(result.prediction, result.prediction.step_ms)
     best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
-    return result if best is None else _with_states_in_passing(*best, own.ms)
+    if best is not None:
+        return _with_states_in_passing(*best, math.inf if own is None else own.ms)
+    return on_device.with_tiles(config) if result is None else result
 
 
-def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchResult:
+def chooses_itself(memory: MemoryConfig) -> bool:
+    """Whether the planner chooses what moves to the host (``preference: auto``, or no ``memory`` section)."""
+    return memory.preference == "auto" and memory.mode in ("adaptive", "off")
+
+
+def with_weights_placed(at: Callable[[WeightsPlace], SearchResult], if_faster: bool = True) -> SearchResult:
     """Return the result with frozen weights where a training with ``weights: auto`` has them.
 
-    That is the device, unless nothing fits so (tiles that nobody wrote not counted), or the host is faster.
-    ``at`` searches with the weights in a place; for the host it may raise `PlanError`: nothing can be moved.
+    That is the device, unless nothing fits so (tiles that nobody wrote not counted), or ``if_faster`` the
+    host is faster. ``at`` searches with the weights in a place; for the host it may raise `PlanError`:
+    nothing can be moved.
     """
 
     def on_host() -> tuple[SearchResult, float]:
@@ -335,6 +350,8 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
     except BudgetError as error:
         kept = error
     if isinstance(kept, SearchResult) and kept.chosen_tiles is None:
+        if not if_faster:
+            return kept
         kept_ms, least_ms = kept.prediction.step_ms, kept.steps[NOTHING].step_ms
         moved, why = faster_with_weights_on_host(kept_ms, least_ms, on_host, in_words)
         return replace(moved or kept, weights_why=why)
@@ -342,8 +359,10 @@ def with_weights_placed(at: Callable[[WeightsPlace], SearchResult]) -> SearchRes
         moved = at("host")
     except PlanError as error:
         if isinstance(kept, BudgetError):
-            raise (error if isinstance(error, BudgetError) else kept) from None
-        return replace(kept, weights_why="they cannot wait on the host, or nothing fits so")
+            errors = [item for item in (kept, error) if isinstance(item, BudgetError)]
+            raise min(errors, key=lambda item: item.least_bytes) from None
+        why = "they cannot wait on the host, or nothing fits so" if if_faster else ""
+        return replace(kept, weights_why=why)
     where = "" if isinstance(kept, BudgetError) else " without tiles"
     return replace(moved, weights_why=f"nothing fits with them on the device{where}")
 
@@ -392,8 +411,11 @@ class _Search:
     def budget_bytes(self) -> int:
         return budget_bytes(self.memory, self.profile.device_bytes, self.unplanned_bytes)
 
-    def with_tiles(self, config: ActSwapConfig) -> SearchResult:
-        """Search a plan of whole steps; if none fits, in more tiles."""
+    def with_tiles(self, config: ActSwapConfig | None = None) -> SearchResult:
+        """Search a plan of whole steps; if none fits, in more tiles than ``config`` has.
+
+        ``None``: in no more tiles.
+        """
         found, step, profile = self.found, self.step, self.profile
         try:
             return _of_whole_steps(self.planned(profile, self.written))
@@ -401,7 +423,8 @@ class _Search:
             errors = [error]
         allocatable = allocatable_bytes(profile, self.memory, self.budget_bytes)
         if (
-            config.memory.mode != "smart_swap"
+            config is not None
+            and config.memory.mode != "smart_swap"
             and profile.source == "shapes"
             and step.sequences * step.tokens > AUTO_LEAST_TOKENS
             and fits_outside_backward(profile, self.memory, allocatable)

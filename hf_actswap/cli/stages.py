@@ -117,7 +117,7 @@ class StagesAnswer:
             f" on stage {self.step.peaks_bytes.index(max(self.step.peaks_bytes))}",
             self.allocatable_bytes,
             limit_bytes(self.asker.memory, profile.device_bytes, self.budget_bytes),
-            has_plan=any(plan.rows or plan.tiles for plan in plans),
+            means="with this plan" if any(plan.rows or plan.tiles for plan in plans) else "without a plan",
             compared=any(plan.rows for plan in plans),
         )
 

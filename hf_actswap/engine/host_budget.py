@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
@@ -109,6 +111,13 @@ def record_saved(
 Progress = Callable[[int, int], None]
 """Called with (bytes allocated so far, bytes to allocate in all); the two are equal in the last call."""
 
+_TOO_LITTLE = Problem(
+    "plan",
+    "host memory for what the plan swaps",
+    "",
+    "Plan again for what there is: `hf-actswap plan ... --host-memory-gib N`, or train with `actswap: auto`.",
+)
+
 _EXACT = 1
 """Slab size of pageable memory: slabs are exactly as large as requests, as larger ones would save nothing."""
 
@@ -122,8 +131,9 @@ class HostMemory:
     use the margin, even if other processes have grown meanwhile. Tensors that do not fit stay on the device
     and are counted.
 
-    A plan that does not fit gives a warning and not an error, even if nothing of it fits: the rest of the
-    plan (recomputation) still acts, and if the device itself has too little memory, PyTorch raises an error.
+    A configuration that does not fit gives a warning and not an error, even if nothing of it fits: the rest
+    of it (recomputation) still acts, and if the device itself has too little memory, PyTorch raises an error.
+    A plan that was saved for this model and batch is rejected.
 
     Args:
         plan: gives the user's cap and says whether the rank may be bound; the same for all plans.
@@ -153,6 +163,14 @@ class HostMemory:
         return self._pool
 
     @property
+    def limit_bytes(self) -> int | None:
+        """The most that this rank may take for swapping; ``None``: not known.
+
+        It is the user's cap, or less where the machine (or the container) had less when this was made.
+        """
+        return self._budget_bytes
+
+    @property
     def opened(self) -> HostPool | None:
         """The present pool; ``None``: none was made yet, or it was closed."""
         return self._pool
@@ -180,15 +198,19 @@ class HostMemory:
     def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, dry_run: DryRunForecast) -> None:
         """Log whether what the plan will swap in a forward fits in host memory, and begin to allocate it.
 
-        Only tensors that certainly move are counted. Those among which ``auto`` will choose are not: it
-        chooses within the budget and allocates its own part. If the bytes cannot be known (compiled layers,
-        models that do not run on fake tensors), an info line says so, and memory is allocated when it is
-        first needed.
+        A plan that was made for this model and batch (`MemoryPlan.fingerprint`) counts on what it swaps: it
+        is rejected. Only tensors that certainly move are counted. Those among which ``auto`` will choose are
+        not: it chooses within the budget and allocates its own part. If the bytes cannot be known (compiled
+        layers, models that do not run on fake tensors), an info line says so, and memory is allocated when it
+        is first needed.
 
         Args:
             pinned: whether copies overlap compute; if not, ``auto`` swaps everything, and no memory is
                 allocated beforehand.
             plan: the plan that acts in the forward.
+
+        Raises:
+            PlanError: there is too little host memory for a plan that was made for this model.
         """
         sizes_bytes = _swapped(plan, pinned, dry_run)
         if not sizes_bytes:
@@ -196,6 +218,8 @@ class HostMemory:
         fits, message = forecast(sum(sizes_bytes), self._cap_bytes, self._ranks, self._available)
         if fits:
             logger.info("%s", message)
+        elif pinned and plan.fingerprint is not None:
+            raise PlanError([replace(_TOO_LITTLE, found=message)])
         else:
             nothing = self._budget_bytes is not None and self._budget_bytes < min(sizes_bytes)
             what = "all of it" if nothing else "what has no room, the latest tensors of a forward first"

@@ -10,8 +10,10 @@ from torch import nn
 
 from ..plan.actions import Adjustment, MemoryPlan
 from .auto_windows import AutoWindows, StageWindows
+from .device_allocator import let_segments_expand, limit_memory
 from .fates import FateTable, ReplicaRanks
 from .frozen_weights import FrozenWeights
+from .hook_wrappers import Undo
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .owners import parameter_places
@@ -78,6 +80,7 @@ class PlanRuntime:
         self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
+        self._of_allocator: list[Undo | None] = []
 
     @property
     def evictable(self) -> bool:
@@ -105,6 +108,11 @@ class PlanRuntime:
         if self.context is not None and self.context.device == device:
             return self.context, False
         self.host.bind(device, self._plan)
+        self._restore_allocator()
+        if self._plan.does_anything:
+            self._of_allocator.append(let_segments_expand(device))
+        if self._plan.device_memory_bytes is not None:
+            self._of_allocator.append(limit_memory(device, self._plan.device_memory_bytes))
         self.context = None
         transfer = self.transfer()
         pool = self.pool(transfer)
@@ -149,9 +157,18 @@ class PlanRuntime:
         return self.counters.snapshot(self.host.opened if self.context is None else self.context.pool)
 
     def close(self) -> None:
-        """Give the host memory back, unless others share it. Safe to call again."""
+        """Give the host memory back, unless others share it, and restore the allocator's settings.
+
+        Safe to call again.
+        """
+        self._restore_allocator()
         if self._resources.host is None:
             self.host.close()
+
+    def _restore_allocator(self) -> None:
+        while self._of_allocator:
+            if (restore := self._of_allocator.pop()) is not None:
+                restore()
 
     def unbind(self) -> None:
         self.host.unbind()

@@ -438,6 +438,7 @@ class ActSwapCallback(TrainerCallback):
                 config.memory,
                 event.get("optimizer"),
                 counts_steps=False,
+                micro_batches=args.gradient_accumulation_steps,
                 earlier_plan=self._resumed_from,
             )
             applied = self._put_on(training, args, state)

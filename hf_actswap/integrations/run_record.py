@@ -78,6 +78,7 @@ class RunRecord:
     ) -> None:
         self._files = RunFiles(output_dir, stage)
         self._model, self._applied, self._optimizer = model, applied, optimizer
+        self._writes = output_dir is not None
         self._device = next((item.device for item in unwrapped(model).parameters()), torch.device("cpu"))
         self._watch: TimeWatch | MemoryWatch | None = None
         self._meter: CountingMeter | None = None
@@ -95,7 +96,7 @@ class RunRecord:
 
     def step_starts(self) -> None:
         """To be called before the first forward of a step."""
-        if self._steps > TIMED_STEP:
+        if self._steps > TIMED_STEP or not self._measures:
             return
         applied = self._applied.final_plan if isinstance(self._applied, Planner) else self._applied
         if applied is None:
@@ -107,6 +108,13 @@ class RunRecord:
             self._watch = TimeWatch(self._model, applied)
         elif self._steps == TIMED_STEP + 1 and not applied.runtime.evictable:
             self._watch = self._memory_watch(applied)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether a step's times and memory are measured, which takes time: for the files, or on the CPU,
+        whose peak nobody else knows.
+        """
+        return self._writes or self._device.type == "cpu"
 
     def optimizer_starts(self) -> None:
         """To be called between backward and the optimizer's step. May be left out."""

@@ -262,6 +262,8 @@ class MemoryPlan:
         adjustments: one for each rule that changed what the user wrote.
         min_tensor_bytes: smaller saved tensors are never swapped.
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
+        device_memory_bytes: the most that the device's allocator may hold while the plan is on, fragments
+            included, because a budget was written; ``None``: all that there is.
         bind_numa: whether process and host memory are kept beside the device.
         weights: ``host``: frozen weights of the layers are in host memory, and on the device while their
             layer needs them; ``keep``: weights stay where they are.
@@ -283,6 +285,7 @@ class MemoryPlan:
     adjustments: tuple[Adjustment, ...] = ()
     min_tensor_bytes: Bytes = 1024
     host_memory_bytes: Bytes | None = None
+    device_memory_bytes: Bytes | None = None
     bind_numa: bool = True
     weights: WeightsPlace = "keep"
     gather_weights_again: bool = False
@@ -346,7 +349,8 @@ class MemoryPlan:
         document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
         # Versions that do not know these keys read plans that do not need them.
-        for name, default in (("tiles", ()), ("weights", "keep"), ("streamed", None), ("fingerprint", None)):
+        defaults = {"tiles": (), "weights": "keep", "streamed": None, "fingerprint": None}
+        for name, default in (defaults | {"device_memory_bytes": None}).items():
             if document[name] == default:
                 del document[name]
         return json.dumps(document, indent=1)

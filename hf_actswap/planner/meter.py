@@ -18,6 +18,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..engine.device_allocator import limit_memory
+from ..engine.hook_wrappers import Undo
 from ..engine.owners import inner_tensors
 
 
@@ -222,7 +224,7 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fraction: float | None = None
+        self._undo: Undo | None = None
 
     def start(self) -> None:
         pass  # the allocator always counts
@@ -254,16 +256,12 @@ class AllocatorMeter:
         torch.accelerator.empty_cache()
 
     def hold_to(self, limit_bytes: int) -> None:
-        """Lower this process's memory fraction on CUDA; do nothing on other accelerators."""
-        if self._device.type != "cuda" or limit_bytes >= self.limit_bytes():
-            return
-        _, total = torch.accelerator.get_memory_info(self._device)
-        if self._fraction is None:
-            self._fraction = torch.cuda.get_per_process_memory_fraction(self._device)
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, self._device)
+        """Limit the allocator on CUDA; do nothing on other accelerators."""
+        self.let_go()
+        self._undo = limit_memory(self._device, limit_bytes)
 
     def let_go(self) -> bool:
-        fraction, self._fraction = self._fraction, None
-        if fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
-        return fraction is not None
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        return undo is not None

@@ -47,6 +47,7 @@ and larger batches run under the guard.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -87,11 +88,15 @@ from .record.recorder import batch_shape
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
+from .search.states_place import whole_step
 from .shape_buckets import BatchSize, RecordedStep
+from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
-from .warm_up import WarmUp, first_steps
+from .warm_up import WarmUp, first_steps, module_weights
 
 STEPS_PER_TRIAL = 2
+TIMED_STEPS = 2
+"""How many steps are timed once a plan that was found on paper runs as any other."""
 
 SPEED_ERROR = 0.05
 """Ops of a trial must take less time than predicted by more than this share to be predicted anew."""
@@ -122,6 +127,7 @@ class SearchPhase:
         self.corrected = False
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
+        self._on_paper = task.profile.source == "shapes"
         self._waiting = self._planned(first)
         run.log.info(
             "search (%d steps at most, budget %s; without a plan %s)",
@@ -137,7 +143,7 @@ class SearchPhase:
 
     @property
     def best(self) -> Trial:
-        return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
+        return best_trial(self.trials, self.task.reservable_bytes) or self.trials[0]
 
     def step_starts(self) -> None:
         """Hold the allocator to the budget, so that what it holds at the peak is what the plan needs.
@@ -145,7 +151,7 @@ class SearchPhase:
         Not in a group: collectives and FSDP's gathering of weights ask the allocator past the guard.
         """
         if world_size() == 1:
-            self._run.meter.hold_to(self.task.budget_bytes)
+            self._run.meter.hold_to(self.task.reservable_bytes)
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
         planned = self.task.size
@@ -160,7 +166,7 @@ class SearchPhase:
         measured, largest = self._measured()
         trial.steps.append(measured)
         self._steps_left -= 1
-        fits = trial.fits(self.task.budget_bytes)
+        fits = trial.fits(self.task.reservable_bytes)
         if largest is not None and self.task.size is not None and not self.task.size.covers(largest):
             self._say(trial, fits)
             if self._grows(largest):
@@ -169,8 +175,8 @@ class SearchPhase:
             return False
         else:
             self._say(trial, fits)
-        if fits and trial.plan.rows == self.task.fixed.rows:
-            return True  # it costs nothing, so there is nothing faster
+        if fits and (trial.plan.rows == self.task.fixed.rows or self._on_paper):
+            return True  # it costs nothing, or it is as good as the search on paper can find
         if self._steps_left <= 0 or not self._learn(trial, fits):
             return True
         self._next()
@@ -267,7 +273,8 @@ class SearchPhase:
     def _planned(self, first: Found | None = None) -> list[Found]:
         started = time.perf_counter()
         try:
-            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1), first))
+            count = 1 if self._on_paper else max(self._steps_left // STEPS_PER_TRIAL, 1)
+            found = list(best_plans(self.task, count, first))
         finally:
             self.planning_s.append(time.perf_counter() - started)
         self._run.log.debug("%d plan(s) worth a trial, found in %.2f s", len(found), self.planning_s[-1])
@@ -289,100 +296,6 @@ class SearchPhase:
 def _needed_bytes(step: MeasuredStep, fits: bool) -> int:
     # Where memory sufficed, the allocator was not asked to give back what it holds beyond what is in use.
     return step.peak_bytes if fits else step.reserved_peak_bytes + step.missing_bytes
-
-
-CHECK_STEPS = 16
-MOST_PLANS = 8
-
-
-class Stable:
-    """The phase in which the plan that was found stays on, until a batch or a peak needs a new one.
-
-    Args:
-        size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
-        plans: how many plans were made so far.
-        stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
-            make the planner plan anew.
-        smaller: the plans of smaller batches; ``None``: there are none.
-
-    Attributes:
-        missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
-            most of all ranks once `step_ended` has returned true.
-    """
-
-    name, steps_left = "stable", 0
-
-    def __init__(
-        self,
-        run: Run,
-        budget_bytes: int,
-        size: BatchSize | None,
-        plans: int,
-        stays_guarded: bool = False,
-        smaller: BucketPlans | None = None,
-    ) -> None:
-        self._run, self._budget_bytes, self._size, self.smaller = run, budget_bytes, size, smaller
-        self._may_plan = plans < MOST_PLANS
-        self._steps = 0
-        self._larger = self._larger_now = False
-        self._stays_guarded = stays_guarded
-        self.plan = None if run.applied is None else run.applied.plan
-        self.missed_by_bytes = self._held_bytes = 0
-
-    def step_starts(self) -> None:
-        """Free what an evaluation since the last step has left cached: it is not this step's peak."""
-        meter = self._run.meter
-        if meter.reserved_peak_bytes() > max(self._budget_bytes, self._held_bytes):
-            meter.give_back()
-            meter.reset_peak()
-
-    def forward_starts(self, shape: tuple[int, ...]) -> None:
-        planned, smaller = self._size, self.smaller
-        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
-        fits = planned is None or size is None or planned.covers(size)
-        if smaller is not None:
-            if size is None or not fits or self._run.guarded:
-                smaller.use_largest()
-            else:
-                smaller.serve(size)
-        if not fits:
-            if not self._larger:
-                self._run.log.info(
-                    "a batch of %s is larger than what is planned for: this step runs under the guard", shape
-                )
-            self._larger = self._larger_now = True
-            self._run.set_guard(True)
-
-    def ran_out(self, failure: Failure) -> None:
-        if self.smaller is None or not self.smaller.drop_used():
-            self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
-        self._run.set_guard(True)
-
-    def step_ended(self) -> bool:
-        """Return whether to plan anew; the same on every rank."""
-        self._steps += 1
-        self._held_bytes = self._run.meter.reserved_peak_bytes()
-        if not self._stays_guarded:
-            # Not what the allocator holds: it frees what it caches only when the device is full.
-            over_bytes = self._run.meter.peak_bytes() - self._budget_bytes
-            if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
-                self._run.meter.give_back()  # what that plan held is not the next one's peak
-            elif not self._larger_now:  # a larger batch's peak says nothing about the plan
-                self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
-            if self._run.guarded:
-                self._run.set_guard(False)
-        self._larger_now = False
-        if self.smaller is not None:
-            self.smaller.step_ended()
-        if not self._may_plan or not (world_size() == 1 or self._steps % CHECK_STEPS == 0):
-            return False
-        needs = from_all_ranks((self._larger, self.missed_by_bytes))
-        self.missed_by_bytes = max(missed for _, missed in needs)
-        if self.missed_by_bytes:
-            self._run.log.info(
-                "a step wanted %s more than there is; planning anew", gib_text(self.missed_by_bytes)
-            )
-        return self.missed_by_bytes > 0 or any(larger for larger, _ in needs)
 
 
 Value = TypeVar("Value")
@@ -427,11 +340,12 @@ class Planner:
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
+        self._predicted_ms = 0.0
         self._largest: BatchSize | None = None
         self._micro_batches = 1
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
-        self._plans = self._beyond_bytes = 0
+        self._plans = self._beyond_bytes = self._times_left = 0
         self._last: MemoryPlan | None = None
         self._without_tiles: Prediction | None = None
         self._impossible: list[BudgetError] = []
@@ -440,10 +354,14 @@ class Planner:
             run.idle.device,
             self._can_try_again,
             self._ran_out,
-            self._tiles_ahead,
+            self._ahead,
             self._missed_budget,
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
+        training = run.training
+        self._may_plan_ahead = (
+            known is None and self.memory_mode == "adaptive" and training.in_flight == training.chunks == 1
+        )
         self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
         self._undo = ExitStack()
         self._phase: WarmUp | SearchPhase | Stable
@@ -533,7 +451,7 @@ class Planner:
             over = phase.step_ended()
             if not (phase.corrected and self._states_move_now(phase)) and over:
                 self._settle(phase)
-        elif phase.step_ended():
+        elif self._timed(phase).step_ended():
             missed = phase.missed_by_bytes
             self._beyond_bytes = self._beyond_bytes + missed if missed else 0
             self._last = phase.plan
@@ -545,6 +463,19 @@ class Planner:
             self._phase = WarmUp(self._run, 1)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             self.progress(self._phase.name, self._phase.steps_left)
+
+    def _timed(self, phase: Stable) -> Stable:
+        """Time the first steps under a plan that was found on paper: those under the guard took longer."""
+        if self._times_left and self.outcome is not None:
+            measured_ms = self._run.measured_here().step_ms
+            before, self._times_left = self.outcome, self._times_left - 1
+            step_ms = measured_ms if self._times_left == TIMED_STEPS - 1 else min(measured_ms, before.step_ms)
+            times = before.without_step_ms / before.step_ms if before.step_ms else 1.0
+            self.outcome = replace(before, step_ms=step_ms, without_step_ms=step_ms * times)
+            if not self._times_left:
+                said = "a step takes %.0f ms; %.0f were predicted"
+                self._run.log.info(said, step_ms, self._predicted_ms)
+        return phase
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward of a micro-batch, again if memory runs out; a forward alone is retried
@@ -640,6 +571,7 @@ class Planner:
             largest,
             self._without_tiles,
             run.training.in_flight,
+            run.host_bytes,
         )
         if best is not None:  # found with other states or another speed
             best = replace(best, prediction=task.predicted(task.profile, best.plan))
@@ -680,12 +612,13 @@ class Planner:
         found, best = states_in_passing(task, micro_batches, best)
         if found is None:
             return None, best
+        said = f"and {found.kept_ms:.0f} ms with them on the device"
         run.log.info(
             "the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
-            "%.0f ms, and %.0f ms with them on the device",
+            "%.0f ms, %s",
             micro_batches,
             found.ms,
-            found.kept_ms,
+            "and nothing fits with them on the device" if math.isinf(found.kept_ms) else said,
         )
         run.states_to_host(found.resident_bytes)
         self._recorded = moved = step.without_states(found.resident_bytes)
@@ -734,6 +667,47 @@ class Planner:
         run.tile(replace(tiled, weights=run.fixed.weights))
         self._without_tiles, self._recorded = self._without_tiles or without, None
         return WarmUp(run, first_steps(run))
+
+    def _ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Choose tiles or a plan ahead of the first forward; return whether anything was put on the model."""
+        changed = self._tiles_ahead(args, kwargs)
+        if self._may_plan_ahead and not is_dry(args, kwargs):
+            self._may_plan_ahead = False
+            changed = self._plans_ahead(args, kwargs) or changed
+        return changed
+
+    def _plans_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Begin the search before the first step, from a step computed from shapes; return whether that did.
+
+        Every rank must call it. What the first steps measure corrects it (`SearchPhase`). If nothing fits on
+        paper, steps are recorded: they may need less than was computed.
+        """
+        run, phase = self._run, self._phase
+        profile = run.profile_on_paper(args, kwargs)
+        if not all(from_all_ranks(profile is not None)):
+            return False
+        assert profile is not None
+        root, structure = unwrapped(run.training.model), run.training.structure
+        streamed = {} if run.weights is None else run.weights.sizes_bytes
+        on_device = run.meter.allocated_bytes() + profile.optimizer_state_bytes
+        link = run.transfer.link()
+        step = RecordedStep(
+            replace(profile, link=link, device=run.device_name),
+            module_weights(root, structure),
+            on_device,
+            streamed,
+        )
+        if isinstance(phase, WarmUp):
+            phase.close()
+        self._plans += 1
+        size = BatchSize.of(profile.batch_shape, True)
+        try:
+            self._phase = self._begin_search(step, size)
+        except BudgetError as error:
+            run.log.debug("no plan on paper: %s", error)
+            self._impossible = []
+            self._phase = WarmUp(run, first_steps(run))
+        return True
 
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose tiles ahead of the first forward if no plan fits some rank; return whether any were chosen.
@@ -807,7 +781,7 @@ class Planner:
         self.trials += [*search.outgrown, *search.trials]
         self.task = task = search.task
         self.planning_s += search.planning_s
-        budget = task.budget_bytes
+        budget = task.reservable_bytes
         fits = best.fits(budget)
         if not fits:
             if (anew := self._more_room(task.size, task.unplanned)) is not None:
@@ -818,13 +792,19 @@ class Planner:
                 "guard, which costs time",
                 gib_text(budget),
             )
-        run.replace_plans(best.plan, guarded=not fits)
+        if best is search.trials[-1] and run.applied is not None:
+            run.set_guard(not fits)  # it is on the model, and its memory is there
+        else:
+            run.replace_plans(best.plan, guarded=not fits)
         self.outcome = self._outcome(search)
         self._beyond_bytes = task.unpredicted_bytes
+        self._predicted_ms = whole_step(task.profile, best.prediction, best.steps[-1].micro_batches).ms
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
-        run.log.info("stable: %s", _in_words(best))
+        on_paper = task.profile.source == "shapes"
+        run.log.info("stable: %s", _in_words(best, timed=not on_paper))
+        self._times_left = TIMED_STEPS if on_paper else 0
         self._found = None
         if fits and self._made_for is not None:
             made_for = self._made_for(task.profile.batch_shape)
@@ -853,7 +833,9 @@ class Planner:
         task, best, fixed = search.task, search.best, self._run.fixed
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
         without = self._without_tiles or task.predicted(task.profile, nothing)
-        peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
+        on_paper = task.profile.source == "shapes"
+        peak_bytes = without.peak_bytes
+        source = "predicted from shapes" if on_paper else "predicted from the recorded step"
         recorded = task.step is not None and task.step.size == task.size and task.in_flight == 1
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
@@ -878,11 +860,13 @@ def _better_record(step: RecordedStep, before: RecordedStep | None) -> RecordedS
     return before if same and before.size.tokens > step.size.tokens else step
 
 
-def _in_words(trial: Trial) -> str:
+def _in_words(trial: Trial, timed: bool) -> str:
+    """``timed``: whether the trial's steps took as long as those that follow."""
     predicted = trial.prediction
     return (
         f"{gib_text(predicted.kept_bytes)} kept, {gib_text(predicted.swapped_bytes)} swapped, "
-        f"{gib_text(predicted.recomputed_bytes)} recomputed; {trial.step_ms:.1f} ms a step, "
+        f"{gib_text(predicted.recomputed_bytes)} recomputed; "
+        f"{f'{trial.step_ms:.1f} ms a step, ' if timed else ''}"
         f"{gib_text(trial.reserved_peak_bytes)} at the peak"
     )
 

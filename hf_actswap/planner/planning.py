@@ -13,8 +13,10 @@ because each plan would need a compilation.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,7 +27,14 @@ from ..engine.link import slowest
 from ..engine.stats import GIB, gib_text
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan, Scope
-from .budget import MARGIN_SHARE, BudgetError, budget_bytes, impossible, limits_of
+from .budget import (
+    MARGIN_SHARE,
+    BudgetError,
+    allocatable_bytes,
+    budget_bytes,
+    impossible,
+    limits_of,
+)
 from .cost.simulate import predict
 from .plan_file import Trial
 from .profile import Limits, Prediction, Profile
@@ -55,6 +64,7 @@ class PlanningTask:
         profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
         budget_bytes: the most device memory that a step may use, fragments included.
+        device_bytes: the most that the device has for the process, the least of all ranks.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states and frozen weights take.
         unpredicted_bytes: the most that a step so far used beyond the prediction of its plan.
@@ -67,6 +77,7 @@ class PlanningTask:
     fixed: MemoryPlan
     memory: MemoryConfig
     budget_bytes: int
+    device_bytes: int
     unplanned: Prediction
     states_bytes: int = 0
     unpredicted_bytes: int = 0
@@ -111,9 +122,22 @@ class PlanningTask:
         """What a step is expected to use beyond its prediction: what trials did, and fragments.
 
         Of the recorded step's fragments most could be given back, if memory were short; a trial shows more.
+        On paper a share of the budget is left to them.
         """
-        fragments = min(self.profile.reserved_bytes, round(MARGIN_SHARE * self.budget_bytes))
+        if self.profile.source == "shapes":
+            fragments = self.budget_bytes - allocatable_bytes(self.profile, self.memory, self.budget_bytes)
+        else:
+            fragments = min(self.profile.reserved_bytes, round(MARGIN_SHARE * self.budget_bytes))
         return max(self.unpredicted_bytes, fragments)
+
+    @property
+    def reservable_bytes(self) -> int:
+        """The most that the allocator may hold in a step: the budget, or without a written one the device.
+
+        A budget that follows from the device leaves a margin of it, for fragments among others.
+        """
+        written = self.memory.budget_gib is not None or self.memory.reduce_by_gib is not None
+        return self.budget_bytes if written else max(self.device_bytes, self.budget_bytes)
 
     def limits(self) -> Limits:
         """Return a plan's limits: budget less fragments, or less what steps used beyond predictions."""
@@ -134,6 +158,7 @@ def agreed_task(
     largest: BatchSize | None = None,
     unplanned: Prediction | None = None,
     in_flight: float = 1,
+    host_bytes: int | None = None,
 ) -> PlanningTask:
     """Return the task made of what all ranks recorded; every rank must call it.
 
@@ -145,6 +170,7 @@ def agreed_task(
         largest: the largest batch that this rank has seen, which is planned for if it is larger than the
             recorded one; ``None``: not known.
         unplanned: ``None``: predicted from the recorded step.
+        host_bytes: host memory that this rank can use for all that waits there; ``None``: not known.
         fixed, memory, states_bytes, unpredicted_bytes, in_flight: as in `PlanningTask`.
 
     Raises:
@@ -159,11 +185,24 @@ def agreed_task(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
+    there = [found for found in from_all_ranks(host_bytes) if found is not None]
+    if there and (memory.host_memory_gib is None or min(there) < memory.host_memory_gib * GIB):
+        memory = replace(memory, host_memory_gib=min(there) / GIB)
     unplanned = unplanned or Limits(0).shared_by(in_flight, RESIDENT).with_others(predict(profile, fixed))
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
     return PlanningTask(
-        profile, fixed, memory, budget, unplanned, states_bytes, unpredicted_bytes, step, size, in_flight
+        profile,
+        fixed,
+        memory,
+        budget,
+        least_device_bytes,
+        unplanned,
+        states_bytes,
+        unpredicted_bytes,
+        step,
+        size,
+        in_flight,
     )
 
 
@@ -201,7 +240,8 @@ class StatesInPassing:
 
     Args:
         resident_bytes: `WholeStep.resident_bytes`.
-        ms, kept_ms: the predicted time of the optimizer's step so, and with the states on the device.
+        ms, kept_ms: the predicted time of the optimizer's step so, and with the states on the device
+            (infinite: nothing fits with them there).
     """
 
     resident_bytes: int
@@ -212,7 +252,8 @@ class StatesInPassing:
 def states_in_passing(
     task: PlanningTask, micro_batches: int, on_device: Found | None = None
 ) -> tuple[StatesInPassing | None, Found | None]:
-    """Return how the optimizer's states wait on the host, where its step is predicted to be faster so.
+    """Return how the optimizer's states wait on the host, where its step is predicted to be faster so, or
+    nothing fits with them on the device.
 
     ``None``: they stay. With it comes the best plan, with them where they are then to be; ``None``: nothing
     fits with them on the device. The same on every rank.
@@ -228,15 +269,15 @@ def states_in_passing(
         return found, with_states_in_passing(profile, found.prediction, micro_batches, limits.device_bytes)
 
     def choose() -> tuple[StatesInPassing | None, Found | None]:
-        try:
-            best = on_device or find_plan(profile, task.fixed, limits, search_least=False)
-        except BudgetError:
-            return None, None
-        kept = whole_step(profile, best.prediction, micro_batches)
+        best, kept = on_device, None
+        with suppress(BudgetError):
+            best = best or find_plan(profile, task.fixed, limits, search_least=False)
+            kept = whole_step(profile, best.prediction, micro_batches)
         moved = with_states_on_host(profile, micro_batches, limits.host_bytes, kept, on_host)
         if moved is None:
             return None, best
-        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept.ms), moved[0]
+        kept_ms = math.inf if kept is None else kept.ms
+        return StatesInPassing(moved[1].resident_bytes or 0, moved[1].ms, kept_ms), moved[0]
 
     return found_by_rank_0(choose)
 

@@ -28,6 +28,7 @@ from .budget import BudgetError, impossible
 from .meter import Meter
 from .oom_guard import OomGuard, guard_compiled
 from .plan_file import MeasuredStep
+from .profile import Profile
 from .states.optimizer_states import (
     OptimizerStates,
     expected_state_bytes,
@@ -60,6 +61,7 @@ class PlannedTraining:
             `Planner.step_ended`.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
         chunks: how often a pipeline stage calls the model for one micro-batch.
+        micro_batches: how many micro-batches the gradients of a step are accumulated from, as far as known.
         part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
         earlier_plan: path of a plan file that an earlier part of this training wrote beside its checkpoint;
             it is used if it was made for the same run, and is never written. ``None``: there is none.
@@ -73,6 +75,7 @@ class PlannedTraining:
     counts_steps: bool = True
     in_flight: float = 1
     chunks: int = 1
+    micro_batches: int = 1
     part: str = ""
     earlier_plan: str | None = None
 
@@ -112,11 +115,13 @@ class Run:
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
         least_in_tiles: the same in all tiles that the planner may choose, and the plan with these tiles.
+        profile_on_paper: returns the profile of the coming step, computed from shapes; ``None``: not known.
         states: the optimizer's states, if they are kept on the host between its steps.
         make_states: makes these; ``None``: the planner may not choose to keep them there.
         weights: the frozen weights of layers, if they are on the host.
         movable: frozen weights that the planner may move there; ``None``: it may not, or has done so.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
+        host_bytes: host memory that this rank may take for all that waits there; ``None``: not known.
     """
 
     training: PlannedTraining
@@ -130,11 +135,13 @@ class Run:
     device_name: str
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None]
     least_in_tiles: LeastInTiles
+    profile_on_paper: Callable[[tuple[Any, ...], dict[str, Any]], Profile | None]
     states: OptimizerStates | None = None
     make_states: Callable[[], OptimizerStates] | None = None
     weights: FrozenWeights | None = None
     movable: MovableWeights | None = None
     ladder: Iterator[MemoryPlan] | None = None
+    host_bytes: int | None = None
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: ExitStack = field(default_factory=ExitStack)

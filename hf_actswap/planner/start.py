@@ -1,10 +1,10 @@
 """Starts the planner for a model: checks what it cannot be combined with, and reads the plan file.
 
-`LeastBudget` finds the least budget that would do when training runs out of memory before a step could be
-recorded. The step is run on fake tensors of the batch's shape (`record.shapes`), and the least peak that any
-plan reaches is searched for it, on a thread of its own while the training waits: the error comes from within
-a forward or backward, whose modes, hooks and autograd state another thread does not share. Errors of this
-computation are only logged for debugging: the error that is about to be raised matters more.
+`StepOnPaper` computes the coming step from shapes (`record.shapes`): its profile, from which ``adaptive``
+plans before the first step, and the least budget that would do when training runs out of memory before a step
+could be measured. It does so on a thread of its own while the training waits: it is asked from within a
+forward or backward, whose modes, hooks and autograd state another thread does not share. Its errors are only
+logged for debugging: the training goes on without it, or another error is about to be raised.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -28,9 +28,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..config.sizes import device_kind
 from ..engine.agreement import world_size
+from ..engine.device_allocator import let_segments_expand
 from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
@@ -52,6 +55,7 @@ from .oom_guard import OomGuard
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .planning import found_by_rank_0
+from .profile import Profile
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes, with_weights_on_host
 from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
@@ -73,8 +77,8 @@ _LESS = 0.99
 """Tiles are pointed to if they lower the least budget to less than this share."""
 
 
-class LeastBudget:
-    """Finds the least budget that any plan fits, from a step on fake tensors of the batch that failed.
+class StepOnPaper:
+    """Computes a step of a training from the shapes of its batch, and the least budget that any plan fits.
 
     Args:
         training: the model and, if known, its optimizer. States not made yet are counted as Adam's would be.
@@ -94,13 +98,14 @@ class LeastBudget:
     ) -> None:
         self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
         self._rates, self._workspaces = known_device_or_default(device), device != "cpu"
+        self._known_rates = self._workspaces and device_kind(device) is not None
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
         self._call: Mapping[str, Any] | None = None
         self._shape: tuple[int, ...] = ()
-        self._gradients_exist = self._autocast = False
+        self._gradients_exist, self._micro_batches = False, training.micro_batches
         self._known: dict[object, int | None] = {}
 
     def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,7 +116,21 @@ class LeastBudget:
         self._call = None if args else tree_map(_without_numbers, kwargs)
         self._shape = next((tuple(leaf.shape) for leaf in leaves if leaf.dim() >= 2), ())
         self._gradients_exist = self._first is not None and self._first.grad is not None
-        self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
+
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile | None:
+        """Return the profile of the last micro-batch of a step, with the tiles that are on the model.
+
+        ``None``: the device's rates are not known, weights are sharded or compiled, or the model does not run
+        on fake tensors. ``args`` and ``kwargs`` are those of the coming forward.
+        """
+        self.forward_starts(self._root, args, kwargs)
+        if (
+            not self._known_rates
+            or self._structure.compiled
+            or any(layer.compiled for layer in self._structure.layers)
+        ):
+            return None
+        return _on_own_thread(lambda: self._profile(self._micro_batches > 1))
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         self.forward_starts(self._root, args, kwargs)
@@ -181,27 +200,31 @@ class LeastBudget:
         return most
 
     def _searched(self, plan: MemoryPlan) -> int | None:
-        # Accelerate wraps the forward in autocast of its device, and the fakes are on the CPU.
-        foreign = hasattr(self._root, "_original_forward")
-        if self._call is None or self._autocast or self._structure.sharded or foreign:
-            return None
         with ExitStack() as tiled:
             there = self._fixed().tiles
             for undo in self._put_tiles([tile for tile in plan.tiles if tile not in there]):
                 tiled.callback(undo)
+            profile = self._profile(self._gradients_exist)
+        if profile is None:
+            return None
+        limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
+        return least_peak_bytes(profile, plan, limits)
+
+    def _profile(self, gradients_exist: bool) -> Profile | None:
+        if self._call is None or self._structure.sharded:
+            return None
+        with _AutocastOnFakes():
             profile = profile_from_shapes(
                 self._root,
                 self._structure,
                 self._call,
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,
-                gradients_exist=self._gradients_exist,
+                gradients_exist=gradients_exist,
                 with_workspaces=self._workspaces,
             )
-        if (streamed := weights_of(self._root)) is not None:
-            profile = with_weights_on_host(profile, streamed.sizes_bytes)
-        limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
-        return least_peak_bytes(profile, plan, limits)
+        streamed = weights_of(self._root)
+        return profile if streamed is None else with_weights_on_host(profile, streamed.sizes_bytes)
 
     def _state_bytes(self) -> int | None:
         """Bytes of the optimizer's states that are on the device in every step; ``None``: not known."""
@@ -218,13 +241,39 @@ def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
         try:
             found.append(compute())
         except Exception:  # an error is on its way already, and it is the one that counts
-            logger.debug("the least budget is not known", exc_info=True)
+            logger.debug("the step is not known on paper", exc_info=True)
 
     context = contextvars.copy_context()  # it holds the tensor-parallel group
-    thread = threading.Thread(target=context.run, args=(run,), name="least-budget")
+    thread = threading.Thread(target=context.run, args=(run,), name="step-on-paper")
     thread.start()
     thread.join()
     return found[0] if found else None
+
+
+class _AutocastOnFakes(TorchFunctionMode):
+    """Turns autocast on for fake tensors, which are on the CPU, where a forward turns it on for its device.
+
+    That is how Accelerate wraps a forward. It is done once: what the model's code then turns off for the
+    device of its tensors stays off.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        accelerator = torch.accelerator.current_accelerator()
+        if not self._done and accelerator is not None and torch.is_autocast_enabled(accelerator.type):
+            self._done = True
+            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype(accelerator.type))
+            torch.set_autocast_enabled("cpu", True)
+        return func(*args, **(kwargs or {}))
 
 
 def _without_numbers(value: Any) -> Any:
@@ -283,10 +332,10 @@ def start_planner(
     idle = EvictableTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     name = device_name(device)
     tiles, known_tiles = (None, ()) if ladder is None else tee(ladder)
-    least = LeastBudget(
+    paper = StepOnPaper(
         training, lambda: run.fixed, name, put_tiles, lambda: run.states is not None, known_tiles
     )
-    guard = OomGuard(meter, idle, least.in_words)
+    guard = OomGuard(meter, idle, paper.in_words)
     run = Run(
         training,
         fixed,
@@ -300,8 +349,10 @@ def start_planner(
         weights=weights_of(unwrapped(training.model)),
         movable=movable,
         ladder=tiles,
-        least_bytes=least.least_bytes,
-        least_in_tiles=least.least_in_tiles,
+        host_bytes=host.limit_bytes,
+        least_bytes=paper.least_bytes,
+        least_in_tiles=paper.least_in_tiles,
+        profile_on_paper=paper.profile,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
@@ -326,8 +377,10 @@ def start_planner(
         except BaseException:
             run.close()
             raise
+        if (restore := let_segments_expand(device)) is not None:
+            planner.on_remove(restore)
         model, optimizer = unwrapped(training.model), training.optimizer
-        batches = model.register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
+        batches = model.register_forward_pre_hook(Hook(paper.forward_starts), with_kwargs=True)
         planner.on_remove(batches.remove)
         if optimizer is not None and training.counts_steps:
             steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())

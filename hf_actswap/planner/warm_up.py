@@ -72,11 +72,11 @@ class WarmUp:
         self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
         self.micro_batches = 1
         self.peak_bytes: int | None = None
+        self._said = False
         self._recorder: StepRecorder | None = None
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
         self._weights: dict[ModuleName, ModuleWeights] = {}
-        run.log.info("warm-up, %d step(s)", steps)
         self._next()
 
     @property
@@ -85,6 +85,9 @@ class WarmUp:
 
     def forward_starts(self, _shape: tuple[int, ...] = ()) -> None:
         """Count a micro-batch of this step; ahead of the recorded one, note what is on the device."""
+        if not self._said:
+            self._said = True
+            self._run.log.info("warm-up, %d step(s)", self._steps_left)
         self._forwards += 1
         run = self._run
         first = self._forwards == self._forwards_before + 1

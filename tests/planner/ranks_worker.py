@@ -24,7 +24,7 @@ from hf_actswap import apply
 from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.planner import BudgetError, Planner, phases, planning
+from hf_actswap.planner import BudgetError, Planner, planning, stable
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
 from tests.planner.simulated_device import on_device
@@ -267,11 +267,11 @@ def a_batch_that_grows_on_one_rank() -> Results:
 
     plain = train(ddp, None, 18, shape=shape)
     limit = int(0.75 * max(peaks_of_all(plain)))
-    before, phases.CHECK_STEPS = phases.CHECK_STEPS, QUICK_CHECK_STEPS
+    before, stable.CHECK_STEPS = stable.CHECK_STEPS, QUICK_CHECK_STEPS
     try:
         return {"plain": plain, "planned": train(ddp, {"mode": "adaptive"}, 18, limit, shape)}
     finally:
-        phases.CHECK_STEPS = before
+        stable.CHECK_STEPS = before
 
 
 def states_on_the_host(steps: int = 8) -> Results:

@@ -13,7 +13,7 @@ import torch
 from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.config import MemoryConfig
 from hf_actswap.planner import BudgetError, PlannedTraining, start
-from hf_actswap.planner.start import LeastBudget
+from hf_actswap.planner.start import StepOnPaper
 from tests.engine.tiny_models import tiny_llama, tiny_neox
 from tests.planner.simulated_device import on_device, train
 from tests.quick_cases import quick_first
@@ -131,7 +131,7 @@ def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settin
     optimizer = torch.optim.AdamW(model.parameters())
     memory = MemoryConfig(mode="adaptive", **settings)
     fixed = MemoryPlan((), len(shape.layers))
-    found = LeastBudget(PlannedTraining(model, shape, fixed, memory, optimizer), lambda: fixed, "cpu")
+    found = StepOnPaper(PlannedTraining(model, shape, fixed, memory, optimizer), lambda: fixed, "cpu")
     ids = torch.zeros(2, 16, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found.forward_starts(model, (), {"input_ids": ids, "labels": ids})

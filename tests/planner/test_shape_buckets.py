@@ -16,7 +16,7 @@ from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan import MemoryPlan
-from hf_actswap.planner import CountingMeter, Profile, phases, planning, profile_from_shapes
+from hf_actswap.planner import CountingMeter, Profile, planning, profile_from_shapes, stable
 from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import PlanningTask, agreed_task
@@ -280,8 +280,8 @@ def test_random_lengths() -> None:
     stable_peaks = [peak for peak, planned in in_stable if planned]
     assert len(stable_peaks) > 15
     assert max(stable_peaks) <= budget
-    assert len(found.planner.planning_s) <= 2 * phases.MOST_PLANS
-    assert found.phases.count("warm-up") <= 2 + phases.MOST_PLANS
+    assert len(found.planner.planning_s) <= 2 * stable.MOST_PLANS
+    assert found.phases.count("warm-up") <= 2 + stable.MOST_PLANS
     own = [bucket for bucket in found.buckets[1:] if bucket.plan is not None]
     assert own
     assert not any(bucket.dropped for bucket in found.buckets)

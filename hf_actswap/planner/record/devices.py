@@ -49,7 +49,8 @@ class DeviceRates:
 
     Args:
         name: as the user writes it.
-        memory_bytes: memory that a process can use.
+        memory_bytes: memory that a process can use: what the driver reports, less half a GiB that CUDA's own
+            context takes.
         half_flop_per_ms: arithmetic of matrix products in bf16 and fp16.
         full_flop_per_ms: arithmetic of matrix products in fp32 and wider types.
         attention_flop_per_ms: arithmetic of fused attention, in half precision, forward and backward.
@@ -146,12 +147,12 @@ no NVLink either. All these rates are of both directions together."""
 
 DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("H200", 139.0, (660, 50, 545, 3.2), _H200_LINK, _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
-    _accelerator("H100", 79.0, (640, 50, 530, 2.25), _link(55), _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
-    _accelerator("A100-80", 79.0, (240, 18, 180, 1.35), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
-    _accelerator("A100-40", 39.0, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
-    _accelerator("B200", 178.0, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
-    _accelerator("L40S", 44.0, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * _GIB, _DDR4)),
-    _accelerator("RTX 4090", 23.5, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("H100", 78.6, (640, 50, 530, 2.25), _link(55), _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("A100-80", 78.7, (240, 18, 180, 1.35), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
+    _accelerator("A100-40", 38.9, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
+    _accelerator("B200", 177.8, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("L40S", 43.9, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * _GIB, _DDR4)),
+    _accelerator("RTX 4090", 23.0, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("MI300X", 191.0, (870, 120, 720, 3.5), _link(55), _XGMI, _HOPPER_WORKSPACE, _HOST_5),
     DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )

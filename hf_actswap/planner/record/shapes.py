@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...plan.actions import Scope
@@ -76,7 +76,7 @@ def profile_from_shapes(
     meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
     with dry_call(model, batch) as named:
         state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
-        call = fake_batch(named, _CPU)
+        call = tree_map_only(torch.Tensor, _on_cpu, fake_batch(named, _CPU))
         trained = [tensor for tensor in state.values() if tensor.requires_grad]
         if gradients_exist:
             for tensor in trained:
@@ -139,7 +139,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved
+    return moved.requires_grad_(tensor.requires_grad)
 
 
 def _result(output: Any) -> torch.Tensor | None:

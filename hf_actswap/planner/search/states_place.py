@@ -12,6 +12,7 @@ device in the optimizer's step, which waits for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,10 +107,12 @@ def with_states_on_host(
     profile: Profile,
     micro_batches: int,
     host_bytes: int | None,
-    kept: WholeStep,
+    kept: WholeStep | None,
     search: Callable[[bool], Found[Result]],
 ) -> Found[Result] | None:
     """Return the best plan with the optimizer's states on the host, if its step is 1 % faster than ``kept``.
+
+    If ``kept`` is ``None``, because nothing fits with them on the device, any plan will do.
 
     Nothing is searched where no plan could be faster, the time of copies is not known, or the states need
     more host memory than there is.
@@ -122,7 +125,7 @@ def with_states_on_host(
     states = profile.optimizer_state_bytes
     can_move = profile.link is not None and states > 0 and (host_bytes is None or states <= host_bytes)
     best: Found[Result] | None = None
-    most_ms = (1 - WORTH) * kept.ms
+    most_ms = math.inf if kept is None else (1 - WORTH) * kept.ms
     if can_move and micro_batches * profile.compute_ms + profile.outside_ms < most_ms:
         for swaps in (True, False):
             with suppress(BudgetError):

@@ -91,6 +91,8 @@ def rows() -> list[Row]:
         Row("8b", "lora", "H100", 16384, budget="60GiB"),
         Row("1b", "full", "RTX 4090", 4096, 2),
         Row("1b", "full", "A100-40", 8192, 2),
+        Row("8b", "full", "A100-40", 4096),
+        Row("8b", "full", "H100", 8192),
     ]
     return found
 

@@ -287,10 +287,10 @@ def _acts(plan: MemoryPlan) -> bool:
 
 def use_line(found: SearchResult, saved_to: str | None) -> str:
     """Return the line that says how to train with this plan."""
-    moved = found.states_moved and (saved_to is not None or found.kept_states_ms is None)
+    moved = found.states_moved and found.kept_states_ms is None
     if moved or found.memory.optimizer_in_backward:
         keys = [f"mode: {found.memory.mode}"]
-        if found.states_moved and found.kept_states_ms is None:
+        if moved:
             keys.append("preference: memory_saving")
         if found.memory.optimizer_in_backward:
             keys.append("optimizer_in_backward: true")

@@ -436,6 +436,9 @@ ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLik
 def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
     """Read a plan if ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
 
+    A file whose plan counts on the optimizer's states waiting on the host is read as a configuration with
+    this ``memory.plan_file``: a plan says nothing of them.
+
     Raises:
         PlanError, ConfigError: it is malformed, or there is nothing of that name.
     """
@@ -444,8 +447,17 @@ def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
     if isinstance(source, Mapping) and source.get("format") == PLAN_FORMAT:
         return MemoryPlan.from_json(json.dumps(source))
     if isinstance(source, str | os.PathLike) and _holds_plan(source):
-        return load_plan(source)
+        plan = load_plan(source)
+        if not _moves_states(source):
+            return plan
+        return load_config({"memory": {"mode": "adaptive", "plan_file": os.fsdecode(source)}})
     return load_config(source)
+
+
+def _moves_states(path: str | os.PathLike[str]) -> bool:
+    document = json.loads(read_text(os.fsdecode(path), MAX_PLAN_BYTES, PlanError))
+    numbers = document.get("measured") or document.get("predicted") or {}
+    return isinstance(numbers, Mapping) and numbers.get("states_resident_bytes") is not None
 
 
 def _holds_plan(path: str | os.PathLike[str]) -> bool:

@@ -359,9 +359,8 @@ class Planner:
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         training = run.training
-        self._may_plan_ahead = (
-            known is None and self.memory_mode == "adaptive" and training.in_flight == training.chunks == 1
-        )
+        self._plans_on_paper = self.memory_mode == "adaptive" and training.in_flight == training.chunks == 1
+        self._may_plan_ahead = self._plans_on_paper and known is None
         self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
         self._undo = ExitStack()
         self._phase: WarmUp | SearchPhase | Stable
@@ -460,7 +459,7 @@ class Planner:
             if phase.smaller is not None:
                 self.planning_s += phase.smaller.planning_s
             self._impossible = []
-            self._phase = WarmUp(self._run, 1)
+            self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             self.progress(self._phase.name, self._phase.steps_left)
 
@@ -528,7 +527,7 @@ class Planner:
     def _stable_from(self, known: FilePlan) -> Stable:
         run, asked_gib = self._run, self._run.training.memory.budget_gib
         run.replace_plans(known.plan, guarded=False)
-        budget = known.budget_bytes or run.meter.limit_bytes()
+        budget = known.plan.device_memory_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
         run.log.info("stable: the plan of %s, nothing is searched", known.path)
@@ -702,7 +701,7 @@ class Planner:
         self._plans += 1
         size = BatchSize.of(profile.batch_shape, True)
         try:
-            self._phase = self._begin_search(step, size)
+            self._phase = self._begin_search(step, None if size is None else size.joined(self._largest))
         except BudgetError as error:
             run.log.debug("no plan on paper: %s", error)
             self._impossible = []

@@ -120,6 +120,8 @@ class StreamedStep:
         """
         keys = [parameter for parameters in bucket for parameter in parameters]
         self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
+        if new_bytes := sum(self._state_bytes(key) for key in keys if not self._residence.storages_of(key)):
+            self._residence.release(resident_bytes - new_bytes)  # the first step makes them
         self.running = True
         try:
             step_part(self._optimizer, bucket)

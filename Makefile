@@ -7,6 +7,7 @@
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
 # make gpu-carry libraries that are measured beside ours, to be carried to a machine without an index
 # make sanitize  a small case under compute-sanitizer (make gpu does it too, where the tool is found)
+# make promise   does what `hf-actswap plan` promises come true: trainings on rehearsed devices (hours for all rows)
 # make rehearse  the tests that need a GPU, on a rehearsal's device (gigabytes: PyTorch's CUDA build; no GPU)
 # make clean     remove the environments and the caches
 #
@@ -28,7 +29,7 @@ IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,a
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
-.PHONY: test test-all oldest lint types docs demo peers gpu gpu-carry sanitize rehearse clean
+.PHONY: test test-all oldest lint types docs demo peers gpu gpu-carry sanitize rehearse promise clean
 .DELETE_ON_ERROR:
 
 test: lint types
@@ -108,6 +109,11 @@ rehearse: $(REHEARSAL)/.dev
 	for seed in 1 2; do $(REHEARSED) --arithmetic all --order random --seed $$seed -- \
 		$(REHEARSED_TESTS) tests/engine/test_gpu.py || status=1; done; \
 	exit $$status
+
+# README.md's rows by default; ROWS= for all, ROWS="--only 8b lora" for some.
+ROWS ?= --known
+promise: $(REHEARSAL)/.dev
+	$(REHEARSAL)/bin/python benchmarks/promise.py $(ROWS) --out benchmarks/results/promise.json
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(REHEARSAL) gpu-carry build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,25 +1,31 @@
-"""Checks that a plan is a promise: plans on paper, trains by the plan on a rehearsed device, and compares both.
+"""Checks that a plan is a promise: plans on paper, trains by the plan on a rehearsed device, compares both.
 
 Usage:
     python benchmarks/promise.py                          # needs PyTorch's CUDA build, no GPU
     python benchmarks/promise.py --only 8b lora --out results.json
 
 Each row is what a user does: ``hf-actswap plan MODEL ... --save plan.yaml``, then a script with the Trainer
-and ``actswap="plan.yaml"``, run by ``hf-actswap rehearse --clock``. Beside it train the same script with
-gradient checkpointing, and with ``actswap="auto"``. A promise is kept if memory never ran out, nothing was a
-warning, reserved memory and the time of a step are as predicted, and the step is not slower than with
+and ``actswap="plan.yaml"``, run by ``hf-actswap rehearse --clock``. Beside it the same script trains with
+gradient checkpointing, and with ``actswap="auto"``. The promise is kept if memory never ran out, nothing was
+a warning, reserved memory and the time of a step are as predicted, and the step is not slower than with
 gradient checkpointing where that fits.
+
+Lengths are those of README.md's tables, and for each model, method and device the longest sequence at which
+gradient checkpointing fits on paper, half of it, and a tenth more. Rows of QLoRA are not rehearsed: a
+rehearsal refuses bitsandbytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,7 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 HOST_MEMORY = "128GiB"
-STEPS = {"plan": 6, "checkpointing": 4, "auto": 8}
+STEPS: Mapping[str, int] = {"plan": 5, "checkpointing": 4, "auto": 8}
+"""How a row trains, and for how many steps."""
 
 _SIZES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -44,26 +51,26 @@ def _sizes(*sizes: str | int, **more: Any) -> dict[str, Any]:
 _EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MODELS: Mapping[str, dict[str, Any]] = {
     "1b": _sizes("llama", 2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
-    "7b": _sizes("llama", 4096, 11008, 32, 32, 32, 32000),
     "8b": _sizes("llama", 4096, 14336, 32, 32, 8, 128256),
     "moe": _sizes(
         *("qwen3_moe", 2048, 6144, 48, 32, 4, 151936), head_dim=128, norm_topk_prob=True, **_EXPERTS
     ),
 }
-"""Llama-3.2-1B, Llama-2-7B, Llama-3-8B and Qwen3-30B-A3B."""
+"""The shapes of Llama-3.2-1B, Llama-3-8B and Qwen3-30B-A3B."""
 
-METHODS: Mapping[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"lora": 16},
-    "states": {"memory": {"preference": "memory_saving", "optimizer_in_backward": True}},
-    "weights": {"lora": 16, "memory": {"weights": "host"}},
-}
-"""How a model is trained -> rank of its adapters, and keys of ``memory``."""
+LORA_RANK = 16
+_FULL = ("1b", "full"), ("8b", "full")
+_LORA = ("8b", "lora"), ("moe", "lora")
+_DEVICES = ("RTX 4090", "A100-40", "H100")
+_UNIT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training: one micro-batch of ``batch`` sequences of ``tokens`` in a step, on one device."""
+    """One training: one micro-batch of ``batch`` sequences of ``tokens`` in a step, on one device.
+
+    ``budget`` is as ``--budget`` takes it; empty: the device's memory.
+    """
 
     model: str
     method: str
@@ -71,49 +78,74 @@ class Row:
     tokens: int
     batch: int = 1
     budget: str = ""
-    expandable: bool | None = None
 
     @property
     def name(self) -> str:
         """The row in words, by which ``--only`` finds it."""
-        kind = "" if self.expandable is None else f" expandable={self.expandable}"
         budget = f" {self.budget}" if self.budget else ""
-        return f"{self.model} {self.method} {self.device}, {self.batch} x {self.tokens}{budget}{kind}"
+        return f"{self.model} {self.method} {self.device}, {self.batch} x {self.tokens}{budget}"
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Its ``memory`` section."""
+        return {"budget_gib": float(self.budget.removesuffix("GiB"))} if self.budget else {}
 
 
-def rows() -> list[Row]:
-    """Return the rows of the grid."""
-    found = [
-        Row("8b", "lora", "RTX 4090", 4096),
-        Row("8b", "lora", "A100-40", 8192),
-        Row("8b", "lora", "A100-40", 8192, budget="31GiB"),
-        Row("8b", "lora", "H100", 16384),
-        Row("8b", "lora", "H100", 16384, budget="60GiB"),
-        Row("1b", "full", "RTX 4090", 4096, 2),
-        Row("1b", "full", "A100-40", 8192, 2),
-        Row("8b", "full", "A100-40", 4096),
-        Row("8b", "full", "H100", 8192),
-    ]
-    return found
+KNOWN_ROWS = (
+    Row("8b", "lora", "RTX 4090", 4096),
+    Row("8b", "lora", "A100-40", 8192),
+    Row("8b", "lora", "A100-40", 8192, budget="31GiB"),
+    Row("8b", "lora", "H100", 16384),
+    Row("8b", "lora", "H100", 16384, budget="60GiB"),
+    Row("1b", "full", "RTX 4090", 4096, 2),
+    Row("1b", "full", "A100-40", 8192, 2),
+    Row("8b", "full", "A100-40", 4096),
+)
+"""Rows of README.md, and of trainings that once failed."""
+
+
+def grid() -> Iterator[Row]:
+    """Yield the rows around the longest sequence that checkpointing takes on paper."""
+    for model, method in (*_FULL, *_LORA):
+        for device in _DEVICES:
+            row = Row(model, method, device, 0)
+            if (longest := longest_checkpointed(row)) is None:
+                yield replace(row, tokens=2048)
+                continue
+            for tokens in (longest // 2, longest, longest * 11 // 10):
+                yield replace(row, tokens=max(tokens // _UNIT_TOKENS, 1) * _UNIT_TOKENS)
+
+
+def longest_checkpointed(row: Row) -> int | None:
+    """Return the longest sequence at which checkpointing fits on paper; ``None``: not even a short one."""
+    peaks = {}
+    for tokens in (2048, 8192):
+        with tempfile.TemporaryDirectory() as name:
+            found = planned(replace(row, tokens=tokens), Path(name))
+        if "predicted" not in found:
+            return None
+        peaks[tokens] = found["predicted"]["recompute all"]["peak_bytes"]
+    (short, low), (long, high) = peaks.items()
+    room = found["allocatable_bytes"] - low
+    return None if room < 0 else short + room * (long - short) // (high - low)
 
 
 def planned(row: Row, folder: Path) -> dict[str, Any]:
     """Return the answer of ``hf-actswap plan --json`` to a row; the plan is saved in ``folder``."""
-    method = METHODS[row.method]
-    config = {"memory": {"mode": "adaptive", **method.get("memory", {})}}
-    (folder / "asked.yaml").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(MODELS[row.model]), encoding="utf-8")
+    (folder / "asked.yaml").write_text("memory: {mode: adaptive}\n", encoding="utf-8")
     command = [sys.executable, "-m", "hf_actswap.cli", "plan", str(folder), str(folder / "asked.yaml")]
     command += ["--device", row.device, "--seq", str(row.tokens), "--batch", str(row.batch)]
+    command += ["--host-memory-gib", HOST_MEMORY.removesuffix("GiB")]
     command += ["--save", str(folder / "plan.yaml"), "--json"]
-    if "lora" in method:
-        command += ["--lora", f"r={method['lora']},targets=all-linear"]
-    if row.budget:
-        command += ["--budget", row.budget]
+    command += ["--lora", f"r={LORA_RANK},targets=all-linear"] if row.method == "lora" else []
+    command += ["--budget", row.budget] if row.budget else []
+    started = time.perf_counter()
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not ran.stdout:
         raise SystemExit(ran.stderr)
     found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+    return {**found, "seconds": time.perf_counter() - started}
 
 
 def rehearsed(row: Row, how: str, folder: Path) -> dict[str, Any]:
@@ -124,34 +156,30 @@ def rehearsed(row: Row, how: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "hf_actswap.cli", "rehearse", "--device", row.device, "--clock"]
     command += ["--host-memory", HOST_MEMORY, "--no-advice", "--report", str(report), "--"]
     command += [sys.executable, __file__, "--train", str(given)]
-    env = _environment(row)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     (folder / f"{how}.log").write_text(ran.stdout + ran.stderr, encoding="utf-8")
     if not report.exists():
         raise SystemExit(ran.stdout[-4000:] + ran.stderr[-4000:])
-    return seen(json.loads(report.read_text(encoding="utf-8")), ran.stderr + ran.stdout)
-
-
-def _environment(row: Row) -> dict[str, str]:
-    import os
-
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if row.expandable is not None:
-        found["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{row.expandable}"
-    return found
+    return seen(json.loads(report.read_text(encoding="utf-8")), ran.stdout + ran.stderr)
 
 
 def seen(document: Mapping[str, Any], log: str) -> dict[str, Any]:
-    """Return the numbers of a rehearsal's report and what its log warns of."""
+    """Return the numbers of a rehearsal's report, and the warnings of its log.
+
+    ``step_ms`` are the times of the steps after the first.
+    """
     process = document["processes"][0]
     device = process["devices"].get("0", {})
-    warnings = [line for line in log.splitlines() if "WARNING" in line and "hf_actswap" in line]
     return {
-        "process": process,
-        "device": device,
         "steps": process["steps"],
+        "step_ms": [round(after[0] - before[0]) for before, after in pairwise(process["step_times"])],
+        "busy_ms": [round(after[1] - before[1]) for before, after in pairwise(process["step_times"])],
+        "peak_bytes": device.get("peak_bytes"),
+        "reserved_peak_bytes": device.get("process_peak_bytes"),
+        "host_bytes": process["host_bytes"],
         "out_of_memory": sum(item["times"] for item in process["out_of_memory"]),
-        "warnings": warnings,
+        "warnings": [line for line in log.splitlines() if line.startswith("WARNING - ")],
     }
 
 
@@ -162,21 +190,17 @@ def train(file: str) -> None:
 
     from hf_actswap import ActSwapTrainingArguments
 
-    import os, logging
-    if os.environ.get("PROMISE_DEBUG"):
-        logging.basicConfig(level=logging.WARNING)
-        logging.getLogger("hf_actswap").setLevel(logging.DEBUG)
     given = json.loads(Path(file).read_text(encoding="utf-8"))
     row, how, folder = Row(**given["row"]), given["how"], Path(given["folder"])
-    method = METHODS[row.method]
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    if "lora" in method:
+    if row.method == "lora":
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=method["lora"], lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        lora = LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
-        model.enable_input_require_grads() if how == "checkpointing" else None
+        if how == "checkpointing":
+            model.enable_input_require_grads()
     ids = torch.arange(row.tokens) % 1000
     data = [{"input_ids": ids, "labels": ids}] * (row.batch * STEPS[how])
     common: dict[str, Any] = {
@@ -189,73 +213,145 @@ def train(file: str) -> None:
         "save_strategy": "no",
         "logging_steps": 1,
         "disable_tqdm": True,
-        "gradient_checkpointing": how == "checkpointing",
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }
     if how == "checkpointing":
-        args = TrainingArguments(**common)
+        common["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        args = TrainingArguments(gradient_checkpointing=True, **common)
     else:
-        asked: Any = str(folder / "plan.yaml") if how == "plan" else {"memory": {"mode": "adaptive", **method.get("memory", {}), **({"budget_gib": float(row.budget.removesuffix("GiB"))} if row.budget else {})}}
+        auto = {"memory": {"mode": "adaptive", **row.memory}}
+        asked: Any = str(folder / "plan.yaml") if how == "plan" else auto
         args = ActSwapTrainingArguments(actswap=asked, **common)
-    trainer = Trainer(model=model, args=args, train_dataset=data)
-    if os.environ.get("PROMISE_PROFILE"):
-        import cProfile, pstats, time
-        from transformers import TrainerCallback
-        prof = cProfile.Profile(time.process_time)
-        class C(TrainerCallback):
-            def on_step_begin(self, a, state, c, **k):
-                if state.global_step == 3: prof.enable()
-            def on_step_end(self, a, state, c, **k):
-                if state.global_step == 4: prof.disable()
-        trainer.add_callback(C())
-        trainer.train()
-        pstats.Stats(prof).sort_stats("tottime").print_stats(45)
-        pstats.Stats(prof).sort_stats("cumtime").print_stats(60)
-        return
-    trainer.train()
+    Trainer(model=model, args=args, train_dataset=data).train()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was promised for a row, and what its trainings did, by how they trained (`STEPS`)."""
+
+    row: Row
+    promised: dict[str, Any] | None
+    plan_seconds: float
+    trained: dict[str, dict[str, Any]]
+
+    def faults(self) -> list[str]:
+        """Return in which ways the promise was not kept; where nothing was promised there are none."""
+        return (
+            [] if self.promised is None else [*self._faults_of_plan(self.promised), *self._faults_of_auto()]
+        )
+
+    def _faults_of_plan(self, promised: Mapping[str, Any]) -> Iterator[str]:
+        plan, other = self.trained.get("plan"), self.trained.get("checkpointing")
+        if plan is None:
+            return
+        if plan["warnings"]:
+            yield "a warning"
+        if plan["out_of_memory"] or plan["steps"] < STEPS["plan"]:
+            yield "out of memory"
+            return
+        step_ms = median(plan["step_ms"])
+        if (ratio := step_ms / promised["step_ms"]) > 1.05:
+            yield f"{100 * (ratio - 1):.0f} % slower than predicted"
+        reserved = plan["reserved_peak_bytes"] / promised["reserved_bytes"]
+        if not 0.97 <= reserved <= 1.01:
+            yield f"reserved {100 * (reserved - 1):+.1f} %"
+        fits = other is not None and not other["out_of_memory"]
+        if fits and other is not None and step_ms > median(other["step_ms"]):
+            yield "slower than gradient checkpointing"
+
+    def _faults_of_auto(self) -> Iterator[str]:
+        if (auto := self.trained.get("auto")) is None:
+            return
+        if auto["out_of_memory"]:
+            yield f"auto: out of memory {auto['out_of_memory']} time(s)"
+        if len(slow := slow_steps(auto)) > 1:
+            yield f"auto: {len(slow)} slow steps"
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "name": self.row.name,
+            "row": asdict(self.row),
+            "promised": self.promised,
+            "plan_seconds": round(self.plan_seconds, 1),
+            "trained": self.trained,
+            "faults": self.faults(),
+        }
+
+    def line(self) -> str:
+        """Return its line of the table."""
+        promised, cells = self.promised, [self.row.name]
+        if promised is None:
+            cells.append("no plan")
+        else:
+            cells.append(
+                f"{promised['step_ms']:,.0f} ms, {promised['peak_bytes'] / GIB:.2f} / "
+                f"{promised['reserved_bytes'] / GIB:.2f}, host {promised['host_bytes'] / GIB:.1f}"
+            )
+        cells += [in_words(self.trained[how]) if how in self.trained else "" for how in STEPS]
+        return f"| {' | '.join(cells)} | {'; '.join(self.faults()) or 'kept'} |"
+
+
+def slow_steps(auto: Mapping[str, Any]) -> list[int]:
+    """Return the times of the steps after the first that took 1.5 times as long as the last ones."""
+    return [ms for ms in auto["step_ms"] if ms > 1.5 * median(auto["step_ms"][-3:])]
+
+
+def in_words(one: Mapping[str, Any]) -> str:
+    """Return what one training did: time of its last steps, peaks allocated and reserved."""
+    if not one["step_ms"]:
+        return "dies"
+    times = f"{median(one['step_ms'][-3:]):,} ms, " if one["steps"] > 2 else "dies, "
+    memory = f"{one['peak_bytes'] / GIB:.2f} / {one['reserved_peak_bytes'] / GIB:.2f}"
+    ran_out = f", out of memory {one['out_of_memory']} x" if one["out_of_memory"] else ""
+    return f"{times}{memory}{ran_out}"
+
+
+def result_of(row: Row, ways: list[str], folder: Path) -> Result:
+    """Plan a row, and train it in the ``ways`` that are asked for."""
+    answer = planned(row, folder)
+    promised = None
+    if answer["ok"]:
+        step = answer["predicted"]["planned"]
+        promised = {key: step[key] for key in ("step_ms", "peak_bytes")}
+        promised |= {
+            "reserved_bytes": answer["reserved_bytes"],
+            "host_bytes": answer["host_memory"]["rank_bytes"],
+            "recompute_all_bytes": answer["predicted"]["recompute all"]["peak_bytes"],
+        }
+    trained = {how: rehearsed(row, how, folder) for how in ways if promised is not None or how != "plan"}
+    return Result(row, promised, answer["seconds"], trained)
 
 
 def main() -> None:
     """Rehearse the rows, print them, and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="parts of rows' names, all of which are in it")
-    parser.add_argument("--how", nargs="*", default=list(STEPS))
-    parser.add_argument("--expandable", type=lambda text: text == "1")
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of rows' names, all of which are in it")
+    parser.add_argument("--ways", nargs="*", default=list(STEPS), choices=list(STEPS), help="how to train")
+    parser.add_argument("--known", action="store_true", help="only the rows of README.md")
+    parser.add_argument("--out", type=Path, help="JSON file to write; rows of other names in it stay")
+    parser.add_argument("--keep", type=Path, help="folder in which logs and plans stay")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
         train(given.train)
         return
-    for row in rows():
-        if given.expandable is not None:
-            from dataclasses import replace
-            row = replace(row, expandable=given.expandable)
-        if not all(part in row.name.replace(",", "").split() for part in given.only or ()):
+    kept = json.loads(given.out.read_text("utf-8")) if given.out and given.out.exists() else []
+    print("| training | promised | plan | checkpointing | auto | |\n|---|---|---|---|---|---|")
+    rows = iter(KNOWN_ROWS) if given.known else (row for part in (KNOWN_ROWS, grid()) for row in part)
+    failed = False
+    for row in rows:
+        if not all(part in row.name.replace(",", "").split() for part in given.only):
             continue
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            if given.keep:
-                folder = given.keep / row.name.replace(" ", "_").replace(",", "")
-                folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(MODELS[row.model]), encoding="utf-8")
-            if "plan" in given.how:
-                import time
-                t = time.time()
-                answer = planned(row, folder) if not (folder / "answer.json").exists() else json.loads((folder / "answer.json").read_text())
-                (folder / "answer.json").write_text(json.dumps(answer))
-                step = answer["predicted"]["planned"] if answer["ok"] else None
-                print(row.name, "plan says", step and (round(step["step_ms"]), round(step["peak_bytes"] / GIB, 2), round(step["host_bytes"] / GIB, 2)), f"{time.time() - t:.1f} s", flush=True)
-                if not answer["ok"]:
-                    print(json.dumps(answer)[:1000])
-            for how in given.how:
-                found = rehearsed(row, how, folder)
-                (folder / f"{how}.json").write_text(json.dumps(found, indent=1))
-                times = found["process"]["step_times"]
-                ends = [sum(t) if isinstance(t, list) and False else t[0] for t in times]
-                ms = [round(b - a) for a, b in pairwise(ends)]
-                dev = found["device"]
-                print(" ", how, "steps", found["steps"], "ms", ms, "alloc", round(dev.get("allocated_bytes", 0) / GIB, 2), "oom", found["out_of_memory"], "warn", len(found["warnings"]), {k: round(v / GIB, 2) for k, v in dev.items() if isinstance(v, int) and v > 10**8}, "host", round(found["process"]["host_bytes"] / GIB, 2), flush=True)
+            folder = Path(name) if given.keep is None else given.keep / row.name.replace(", ", "_")
+            folder.mkdir(parents=True, exist_ok=True)
+            result = result_of(row, given.ways, folder)
+        print(result.line(), flush=True)
+        failed |= bool(result.faults())
+        kept = [*(old for old in kept if old["name"] != row.name), result.document()]
+        if given.out:
+            given.out.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def _document(
         "mode": found.memory.mode,
         "budget_bytes": found.budget_bytes,
         "allocatable_bytes": found.allocatable_bytes,
+        "reserved_bytes": found.reserved_bytes,
         "tokens_per_s": verdict_of(found).tokens_per_s,
         "optimizer_states": {
             "place": "host" if found.states_moved else "device",

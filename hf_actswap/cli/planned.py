@@ -62,6 +62,9 @@ _SMALLER = (
     "--shard or another --optimizer need less."
 )
 
+_NEARLY_ALL = 0.9
+"""Share of the memory from which on a step's peak leaves none of it unreserved."""
+
 _POOR_SHARE = 0.01
 """Fates written by hand are called costly if they take more than this share of a step longer than the
 planner's best plan within the same peak."""
@@ -157,6 +160,20 @@ class SearchResult:
     @property
     def allocatable_bytes(self) -> int:
         return allocatable_bytes(self.profile, self.memory, self.budget_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that the device's allocator holds: the peak, and fragments.
+
+        With expandable segments, which a plan switches on, these are a few hundredths where memory is spare.
+        The allocator gives back no more than it must: a step that needs nearly all memory ends with all of it
+        reserved (docs/rehearsal.md).
+        """
+        peak_bytes = self.prediction.peak_bytes
+        limit = self.budget_bytes if self.memory.budget_gib is not None else self.profile.device_bytes
+        if peak_bytes >= _NEARLY_ALL * limit:
+            return max(limit, peak_bytes)
+        return math.ceil(peak_bytes / (1 - MARGIN_SHARE))
 
     @property
     def host_bytes(self) -> int:

@@ -40,7 +40,8 @@ def let_segments_expand(device: torch.device) -> Undo | None:
     """Let the allocator take expandable segments from now on; return what undoes it.
 
     ``None``: nothing was changed, because the device has no such allocator, segments expand already, the user
-    has set `SETTING` in the environment, or memory pools are in use that do not support it.
+    has set `SETTING` in the environment, memory pools are in use that do not support it, or the driver
+    refuses it, as in some virtual machines.
     """
     if not _is_native(device) or sys.platform != "linux" or _MEMORY_POOLS in sys.modules:
         return None
@@ -51,8 +52,14 @@ def let_segments_expand(device: torch.device) -> Undo | None:
         logger.info(_USERS_CHOICE, SETTING)
         return None
     written = str(before["PYTORCH_CUDA_ALLOC_CONF"])
-    _set(_joined(written, True))
     torch.cuda.empty_cache()  # segments of the other kind serve no later request
+    _set(_joined(written, True))
+    try:
+        torch.empty(_PAGE_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        _set(_joined(written, False))
+        logger.info("PyTorch's allocator cannot use %s here: %s", SETTING, error)
+        return None
     logger.info(_SWITCHED, SETTING)
     return lambda: _set(_joined(written, False))
 
@@ -74,11 +81,30 @@ def limit_memory(device: torch.device, limit_bytes: int) -> Undo | None:
     return lambda: torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that are free or that this process holds, within its fraction."""
+    free, total = torch.accelerator.get_memory_info(device)
+    usable = int(free) + int(torch.accelerator.memory_reserved(device))
+    if device.type != "cuda":
+        return usable
+    return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much the process may still allocate on an accelerator; ``None``: not known (the CPU)."""
+    if device.type == "cpu":
+        return None
+    return usable_bytes(device) - int(torch.accelerator.memory_allocated(device))
+
+
 def set_by_user(environment: Mapping[str, str] = os.environ) -> str:
     """Return what the environment says of `SETTING`, such as ``expandable_segments:True``; else ``""``."""
     parts = [part.strip() for name in VARIABLES for part in environment.get(name, "").split(",")]
     return next((part for part in parts if part.startswith(f"{SETTING}:")), "")
 
+
+_PAGE_BYTES = 20 * 2**20
+"""Size of the pages of large blocks (``kLargeBuffer`` in ``CUDACachingAllocator.cpp``)."""
 
 _SWITCHED = (
     "PyTorch's allocator uses %s while the plan is on: without them it reserves up to a fifth more than a "

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..engine.device_allocator import limit_memory
+from ..engine.device_allocator import limit_memory, usable_bytes
 from ..engine.hook_wrappers import Undo
 from ..engine.owners import inner_tensors
 
@@ -233,12 +233,7 @@ class AllocatorMeter:
         pass
 
     def limit_bytes(self) -> int:
-        """Return the free bytes and those that this process holds, within its memory fraction on CUDA."""
-        free, total = torch.accelerator.get_memory_info(self._device)
-        limit_bytes = int(free) + int(torch.accelerator.memory_reserved(self._device))
-        if self._device.type != "cuda":
-            return limit_bytes
-        return min(limit_bytes, int(total * torch.cuda.get_per_process_memory_fraction(self._device)))
+        return usable_bytes(self._device)
 
     def allocated_bytes(self) -> int:
         return int(torch.accelerator.memory_allocated(self._device))

@@ -340,14 +340,14 @@ class Planner:
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
-        self._predicted_ms = 0.0
+        self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
         self._micro_batches = 1
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = self._times_left = 0
         self._last: MemoryPlan | None = None
-        self._without_tiles: Prediction | None = None
+        self._unplanned: Prediction | None = None
         self._impossible: list[BudgetError] = []
         self._retry = Retry(
             run.training.model,
@@ -539,7 +539,7 @@ class Planner:
             return
         self._micro_batches = phase.micro_batches
         self._recorded = _better_record(step, self._recorded)
-        if step is self._recorded and not self._without_tiles:
+        if step is self._recorded and not self._unplanned:
             self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # the search may take seconds
@@ -568,7 +568,7 @@ class Planner:
             self._beyond_bytes,
             self._last is not None,
             largest,
-            self._without_tiles,
+            self._unplanned,
             run.training.in_flight,
             run.host_bytes,
         )
@@ -620,6 +620,7 @@ class Planner:
             "and nothing fits with them on the device" if math.isinf(found.kept_ms) else said,
         )
         run.states_to_host(found.resident_bytes)
+        self._unplanned, self._states_ms = self._unplanned or task.unplanned, found.ms
         self._recorded = moved = step.without_states(found.resident_bytes)
         return moved, best
 
@@ -664,7 +665,7 @@ class Planner:
             self._phase.close()
         run.take_off()
         run.tile(replace(tiled, weights=run.fixed.weights))
-        self._without_tiles, self._recorded = self._without_tiles or without, None
+        self._unplanned, self._recorded = self._unplanned or without, None
         return WarmUp(run, first_steps(run))
 
     def _ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -795,9 +796,10 @@ class Planner:
             run.set_guard(not fits)  # it is on the model, and its memory is there
         else:
             run.replace_plans(best.plan, guarded=not fits)
+        micro_batches = best.steps[-1].micro_batches
+        self._predicted_ms = self._states_ms or whole_step(task.profile, best.prediction, micro_batches).ms
         self.outcome = self._outcome(search)
         self._beyond_bytes = task.unpredicted_bytes
-        self._predicted_ms = whole_step(task.profile, best.prediction, best.steps[-1].micro_batches).ms
         alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
@@ -831,23 +833,23 @@ class Planner:
     def _outcome(self, search: SearchPhase) -> Outcome:
         task, best, fixed = search.task, search.best, self._run.fixed
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
-        without = self._without_tiles or task.predicted(task.profile, nothing)
+        without = self._unplanned or task.predicted(task.profile, nothing)
         on_paper = task.profile.source == "shapes"
         peak_bytes = without.peak_bytes
         source = "predicted from shapes" if on_paper else "predicted from the recorded step"
         recorded = task.step is not None and task.step.size == task.size and task.in_flight == 1
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
-        if fixed.tiles and self._without_tiles is None:
+        if fixed.tiles and self._unplanned is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
         kept_everything = (trial for trial in search.trials if trial.plan.rows == fixed.rows)
         keeping = [trial.step_ms for trial in kept_everything if trial.steps]
-        if keeping and self._without_tiles is None:
+        if keeping and self._unplanned is None:
             return Outcome(used_bytes, best.step_ms, peak_bytes, min(keeping), source, "measured")
         # Recorded and guarded steps take longer than others, so only the ratio of predicted times is used.
-        predicted_ms = task.predicted(task.profile, best.plan).step_ms
-        times = without.step_ms / predicted_ms if predicted_ms else 1.0  # 0: the clock stood still
+        without_ms = whole_step(task.profile, without, best.steps[-1].micro_batches).ms
+        times = without_ms / self._predicted_ms if self._predicted_ms else 1.0  # 0: the clock stood still
         return Outcome(used_bytes, best.step_ms, peak_bytes, best.step_ms * times, source)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from ...engine.device_allocator import free_bytes
 from ...engine.host_pool import HostBuffer, HostPool
 from ...engine.stats import Counters
 from ...engine.tickets import View
@@ -373,20 +374,26 @@ class StateResidence:
         Returns the bytes set aside. They are on the CPU then, in the memory of their blocks. Their pool is
         closed; `forget_all` follows.
         """
+        free = free_bytes(self._device)
+        if free is not None and self.total_bytes - self.device_bytes > free:
+            return self._set_all_aside()
         try:
             for storage in self.all():
                 storage.bring(will_change=False)
             return 0
         except torch.OutOfMemoryError:
-            for storage in self.all():
-                storage.turn_back()
-                storage.leave()
-            self.release(0)
-            self.transfer.synchronize()
-            self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
-            for storage in self.all():
-                storage.set_aside()
-            return self.total_bytes
+            return self._set_all_aside()
+
+    def _set_all_aside(self) -> int:
+        for storage in self.all():
+            storage.turn_back()
+            storage.leave()
+        self.release(0)
+        self.transfer.synchronize()
+        self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
+        for storage in self.all():
+            storage.set_aside()
+        return self.total_bytes
 
     def release(self, down_to_bytes: int) -> None:
         """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``."""

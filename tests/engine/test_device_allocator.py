@@ -1,0 +1,100 @@
+"""The allocator's settings while a plan is on, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
+from hf_actswap.engine.device_allocator import (
+    SETTING,
+    free_bytes,
+    let_segments_expand,
+    limit_memory,
+    segments_expand,
+    set_by_user,
+)
+from tests.engine.tiny_models import tiny_llama
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:False"}, f"{SETTING}:False"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, f"{SETTING}:True"),
+    ],
+)
+def test_what_the_environment_says_is_found(environment: dict[str, str], expected: str) -> None:
+    assert set_by_user(environment) == expected
+
+
+def test_the_cpu_has_no_such_allocator() -> None:
+    assert not segments_expand(CPU)
+    assert let_segments_expand(CPU) is None
+    assert limit_memory(CPU, MIB) is None
+    assert free_bytes(CPU) is None
+
+
+@pytest.fixture
+def fixed_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The device, whose allocator's segments are fixed at first, as the environment lets it choose."""
+    device = torch.device("cuda", 0)
+    was_on = segments_expand(device)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    torch._C._accelerator_setAllocatorSettings(f"garbage_collection_threshold:0.9,{SETTING}:False")
+    yield device
+    torch._C._accelerator_setAllocatorSettings(f"{SETTING}:{was_on}")
+
+
+def one_step(model: torch.nn.Module) -> None:
+    ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.gpu
+def test_segments_expand_while_a_plan_is_on(fixed_segments: torch.device) -> None:
+    model = tiny_llama().to(fixed_segments)
+    applied = apply(model, {"recompute_config": {"recompute": True}})
+    one_step(model)
+    if not segments_expand(fixed_segments):
+        pytest.skip("the driver refuses expandable segments")
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert settings["garbage_collection_threshold"] == pytest.approx(0.9), "the user's settings stay"
+    applied.remove()
+    assert not segments_expand(fixed_segments)
+
+
+@pytest.mark.gpu
+def test_what_the_user_wrote_stays(
+    fixed_segments: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"{SETTING}:False")
+    model = tiny_llama().to(fixed_segments)
+    with caplog.at_level("INFO", "hf_actswap"), apply(model, {"recompute_config": {"recompute": True}}):
+        one_step(model)
+        assert not segments_expand(fixed_segments)
+    assert "off in the environment" in caplog.text
+
+
+@pytest.mark.gpu
+def test_a_written_budget_limits_the_allocator_while_the_plan_is_on() -> None:
+    device = torch.device("cuda", 0)
+    model = tiny_llama().to(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    limit = torch.cuda.memory_reserved(device) + 256 * MIB
+    written = resolve_plan(load_config({"recompute_config": {"recompute": True}}), model_structure(model))
+    plan = MemoryPlan(written.rows, written.num_layers, written.family, device_memory_bytes=limit)
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    with apply(model, plan):
+        one_step(model)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(limit, dtype=torch.uint8, device=device)
+    assert torch.cuda.get_per_process_memory_fraction(device) == before

@@ -1,0 +1,79 @@
+"""``adaptive`` on a device whose rates are known: a plan from shapes is on from the first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_actswap.planner import BudgetError, start
+from hf_actswap.planner.record import devices
+from tests.engine.tiny_models import tiny_llama
+from tests.planner.simulated_device import Trained, train
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _known_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counted device is an H100 by name; its libraries take no workspaces, for none are counted."""
+    without = tuple(replace(rates, workspace_bytes=0) for rates in devices.DEVICES)
+    monkeypatch.setattr(devices, "DEVICES", without)
+    monkeypatch.setattr(start, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+
+
+@pytest.fixture(scope="module")
+def unplanned() -> Trained:
+    return train(tiny_llama)
+
+
+def memory_of(share: float, unplanned: Trained) -> dict[str, object]:
+    return {"mode": "adaptive", "budget_gib": share * unplanned.peak_bytes / GIB, "search_steps": 8}
+
+
+def test_no_step_exceeds_the_budget_and_the_third_is_stable(unplanned: Trained) -> None:
+    memory = memory_of(0.7, unplanned)
+    found = train(tiny_llama, memory, steps=6)
+    assert found.phases == ["warm-up", "search", *["stable"] * 4], "before the first forward nothing is known"
+    assert max(found.peaks) <= 0.7 * unplanned.peak_bytes
+    assert found.planner is not None
+    assert found.planner.evicted_bytes == 0
+    assert len(found.planner.trials) == 1
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
+    assert found.losses == unplanned.losses[:6]
+
+
+def test_the_outcome_compares_with_the_step_without_a_plan(unplanned: Trained) -> None:
+    found = train(tiny_llama, memory_of(0.7, unplanned), steps=6)
+    assert found.planner is not None
+    outcome = found.planner.outcome
+    assert outcome is not None
+    assert outcome.source == "predicted from shapes"
+    assert outcome.without_peak_bytes == pytest.approx(unplanned.peak_bytes, rel=0.01)
+    assert outcome.peak_bytes <= 0.7 * unplanned.peak_bytes
+
+
+def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
+    def shape(step: int) -> tuple[int, int]:
+        return (4, 128) if step < 4 else (8, 128)
+
+    plain = train(tiny_llama, steps=9, shape=shape)
+    found = train(tiny_llama, memory_of(0.75, plain), steps=9, shape=shape)
+    assert found.phases[4] == "stable"
+    assert found.phases[5:] == ["warm-up", "search", "stable", "stable"]
+    assert max(found.peaks[5:]) <= 0.75 * plain.peak_bytes
+    assert found.losses == plain.losses
+
+
+def test_a_budget_that_nothing_fits_is_an_error(unplanned: Trained) -> None:
+    with pytest.raises(BudgetError, match="at least"):
+        train(tiny_llama, memory_of(0.02, unplanned))
+
+
+def test_smart_swap_keeps_its_three_phases(unplanned: Trained) -> None:
+    memory = {**memory_of(0.8, unplanned), "mode": "smart_swap"}
+    found = train(tiny_llama, memory, steps=6)
+    assert found.phases[:3] == ["warm-up", "warm-up", "search"]
+    assert torch.equal(torch.tensor(found.losses), torch.tensor(unplanned.losses[:6]))

@@ -268,8 +268,7 @@ def costly_fates_note(steps: Mapping[str, Prediction]) -> Iterator[str]:
         for name in (BY_HAND, PLANNER_SAME_PEAK)
     )
     budget = math.ceil(steps[BY_HAND].peak_bytes / (1 - MARGIN_SHARE) / GIB * 100) / 100
-    if budget * GIB >= steps[NOTHING].peak_bytes:
-        return  # within such a budget nothing needs a plan
+    budget = min(budget, math.floor(steps[NOTHING].peak_bytes / GIB * 100) / 100)  # else nothing needs a plan
     cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (BY_HAND, PLANNER_SAME_PEAK))
     yield (
         f"! Costly: it saves {saved} and adds {cost} to a step. `memory: {{mode: adaptive, budget_gib: "
@@ -343,7 +342,8 @@ def planned(
 
 def chooses_itself(memory: MemoryConfig) -> bool:
     """Whether the planner chooses what moves to the host (``preference: auto``, or no ``memory`` section)."""
-    return memory.preference == "auto" and memory.mode in ("adaptive", "off")
+    chooses = memory.preference == "auto" and memory.mode in ("adaptive", "off")
+    return chooses and memory.weights == "keep" and not memory.optimizer_in_backward
 
 
 def with_weights_placed(at: Callable[[WeightsPlace], SearchResult], if_faster: bool = True) -> SearchResult:

@@ -44,19 +44,12 @@ class Stable:
         self._steps = 0
         self._larger = self._larger_now = False
         self._stays_guarded = stays_guarded
-        memory = run.training.memory
-        written = memory.budget_gib is not None or memory.reduce_by_gib is not None
-        self._holds = written and world_size() == 1 and not stays_guarded
         self.plan = None if run.applied is None else run.applied.plan
         self.missed_by_bytes = self._held_bytes = 0
 
     def step_starts(self) -> None:
-        """Hold the allocator to a written budget, and free what an evaluation has left cached, which is not
-        this step's peak.
-        """
+        """Free what an evaluation since the last step has left cached: it is not this step's peak."""
         meter = self._run.meter
-        if self._holds:
-            meter.hold_to(self._budget_bytes)
         if meter.reserved_peak_bytes() > max(self._budget_bytes, self._held_bytes):
             meter.give_back()
             meter.reset_peak()
@@ -76,7 +69,6 @@ class Stable:
                     "a batch of %s is larger than what is planned for: this step runs under the guard", shape
                 )
             self._larger = self._larger_now = True
-            self._run.meter.let_go()
             self._run.set_guard(True)
 
     def ran_out(self, failure: Failure) -> None:
@@ -87,7 +79,6 @@ class Stable:
     def step_ended(self) -> bool:
         """Return whether to plan anew; the same on every rank."""
         self._steps += 1
-        self._run.meter.let_go()
         self._held_bytes = self._run.meter.reserved_peak_bytes()
         if not self._stays_guarded:
             # Not what the allocator holds: it frees what it caches only when the device is full.

@@ -54,7 +54,7 @@ def test_the_lines_say_what_was_chosen(run: Run, wide: Path, tmp_path: Path) -> 
     )
     assert "64 micro-batches of 1 x 8192 tokens" in text
     assert "on the host, copied once a step (chosen: a step takes" in text
-    assert "`memory: {mode: adaptive, plan_file:" in text
+    assert "To use it: actswap=" in text, "a file says where the states wait"
 
 
 def test_what_is_written_stays(run: Run, wide: Path, write: Callable[[str], Path]) -> None:

@@ -76,7 +76,7 @@ def test_peak_and_host_memory(run: Run, tiny: Path, write: Callable[[str], Path]
 
 def test_weights_on_the_host_are_a_plan(run: Run, tiny: Path, write: Callable[[str], Path]) -> None:
     text = " ".join(run("plan", tiny, write(HOST), *LORA).out.split())
-    assert "Fits: " in text
+    assert "Fits with frozen weights on the host: " in text
     assert "To use it: `memory: {mode: adaptive, weights: host}` finds a plan by measurement" in text
     assert "nothing need be changed" not in text
 

@@ -113,7 +113,7 @@ def test_the_first_lines_and_the_last(run: Run, tiny: Path, planned: Any, tmp_pa
     peaks = [stage["peak_bytes"] for stage in found["stages"]]
     speed = 1000 * 4 * 8 * 512 / found["step_ms"]
     assert found["tokens_per_s"] == pytest.approx(speed)
-    assert first.startswith(f"Fits: {max(peaks) / 2**20:.2f} MiB of ")
+    assert first.startswith(f"Fits with this plan: {max(peaks) / 2**20:.2f} MiB of ")
     assert f" on stage {peaks.index(max(peaks))}, {speed:,.0f} tokens/s, " in first
     for other, said in ((checkpointed, "checkpointing"), (free, "without a limit")):
         ratio = other["step_ms"] / found["step_ms"]

@@ -198,7 +198,8 @@ def test_the_empty_plan_is_predicted_as_it_was_measured() -> None:
 def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplanned: Trained) -> None:
     """Of the peak: budgets below the optimizer's states and the weights would need memory_saving."""
     budget = int(share * unplanned.peak_bytes)
-    found = train({"mode": mode, "budget_gib": budget / GIB}, peak_bytes=torch.cuda.max_memory_allocated)
+    memory = {"mode": mode, "budget_gib": budget / GIB, "preference": "performance"}
+    found = train(memory, peak_bytes=torch.cuda.max_memory_allocated)
     assert "stable" in found.phases[:13], "two steps of warm-up, eight of search, and at most one too many"
     assert found.losses == unplanned.losses
     assert max(found.stable_peaks()) <= budget
@@ -209,8 +210,10 @@ def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplann
     assert max(found.planner.planning_s) < on_gpu(5, 60)  # of a machine that computes beside it
     fitting = [trial for trial in found.planner.trials if trial.fits(budget)]
     assert fitting  # what earlier plans needed is given back: else no trial could fit
+    # `adaptive` predicts from shapes, which do not know what deterministic kernels take.
+    off = 0.08 if mode == "adaptive" else 0.05
     for trial in fitting:
-        assert trial.prediction.peak_bytes == pytest.approx(trial.steps[-1].peak_bytes, rel=0.05)
+        assert trial.prediction.peak_bytes == pytest.approx(trial.steps[-1].peak_bytes, rel=off)
 
 
 @needs_expandable_segments

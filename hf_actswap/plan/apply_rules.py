@@ -44,6 +44,7 @@ from .rules import (
     names_by_layer,
 )
 
+_FAKES = "If an operator there has no fake implementation, give it one (torch.library.register_fake)."
 ALL_SWAP_LOST = "All layers and ops that are enabled swap do not work! Because recompute = True."
 
 
@@ -435,7 +436,7 @@ class RuleApplier:
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
         hint = self._names[own_layer].hint(op_path)
         if not self._structure.functions_known:
-            hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not})."
+            hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not}). {_FAKES}"
         expected = f"a path that names an op of {self._structure.layers[own_layer].class_name}"
         return Problem(where, expected, f"{op_path!r}", hint)
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
-from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
+from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights, small_real_call
 from .forward_recorder import ForwardRecorder
 from .op_facts import is_communication
 from .opnames import ATTENTION_CORE, ATTENTION_MODULES
@@ -355,17 +355,38 @@ def _record(
         for path, layers in stacks.items()
         for index, layer in enumerate(layers)
     }
-    recorder = ForwardRecorder({path: str(path) for path in attention}, attention, None)
+    scopes: dict[Scope, str] = {path: str(path) for path in attention}
+    recorder = ForwardRecorder(scopes, attention, None)
     layers = [layer for own in stacks.values() for layer in own]
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
+        return list(recorder.layers.values()), ""
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)
         why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why_not += f" (in {recorder.where})" if recorder.where else ""
+    if any(weight.is_meta for weight in model.parameters()):
         return [LayerRecord() for _ in layers], why_not
+    recorder = ForwardRecorder(scopes, attention, None)
+    try:
+        with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
+            recorder.own((*model.parameters(), *model.buffers()), None)
+            recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
+    except Exception:
+        logger.debug("no recording of a real forward", exc_info=True)
+        return [LayerRecord() for _ in layers], why_not
+    logger.info(
+        "The ops of the layers are those of a small forward on the device: %s. %s", why_not, _NO_FAKES
+    )
     return list(recorder.layers.values()), ""
+
+
+_NO_FAKES = (
+    "What a step saves is not known before it, so nothing is judged by it. It would be if fake tensors could "
+    "run the op there: register_fake of torch.library says what shapes it returns."
+)
 
 
 def modules_around(root: nn.Module, path: str) -> Iterator[nn.Module]:

@@ -612,10 +612,16 @@ def _is_fake(values: Iterable[object]) -> bool:
 _PAYS_NOT = "each op that it names would hold more than it drops (see the adjustments of the applied plan)"
 
 
+_STEPS_WITHOUT_A_LAYER = 8
+"""Steps that may leave out all that a plan names before this is said."""
+
+
 class FirstStep:
     """Warns, once, if a plan swapped or recomputed nothing in its first step, and says why.
 
-    It follows the steps under the plan until it has judged one: a forward and the backward through it.
+    It follows the steps under the plan until it has judged one: a forward and the backward through it. One
+    that enters nothing of what the plan names is not judged at once: layers may be left out at random
+    (LayerDrop).
 
     Args:
         plan: the plan as it was applied.
@@ -645,7 +651,7 @@ class FirstStep:
         self._compiled = {
             layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
         }
-        self._backward_ran = False
+        self._backward_ran, self._waits = False, _STEPS_WITHOUT_A_LAYER
         self._received_gradients: set[Scope] = set()
 
     def enters(self, scope: Scope, values: Iterable[object]) -> None:
@@ -691,13 +697,18 @@ class FirstStep:
         if plan.rows and count and not self._counters.forwards and not self._one_of_several:
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
         elif self.entered is not None and self._backward_ran:
+            self._waits = 0
             self._judge(plan, measures)
 
     def _backward_runs(self, _gradients: object) -> None:
         self._backward_ran = True
 
     def _judge(self, plan: MemoryPlan, measures: bool) -> None:
-        entered, self.entered = self.entered or set(), None
+        entered = self.entered or set()
+        if self._waits and not entered & {row.scope for row in self._plan.rows}:
+            self._waits, self._backward_ran = self._waits - 1, False
+            return
+        self.entered = None
         swapping = [row for row in plan.rows if row.fate == "swap" and not (measures and row.windows is None)]
         if swapping and not self._counters.offloads:
             rejected = "; ".join(

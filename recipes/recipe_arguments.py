@@ -137,8 +137,10 @@ def _set_single_keys(document: Any, single: SingleKeys) -> None:
 def _document_of(actswap: Any, changed: bool) -> Any:
     """Return what ``--actswap`` names as the same document that the file of the recipe would hold.
 
-    ``none`` is ``None``; ``auto`` (unless keys of it are ``changed``), and a plan in a file, stay as they are.
+    ``none`` is ``None``; ``auto`` (unless keys of it are ``changed``) and a plan in a file stay as they are.
     """
+    if isinstance(actswap, str) and actswap.lstrip().startswith("{"):
+        return parse_yaml(actswap, "--actswap")[0]
     if not isinstance(actswap, str) or (actswap == "auto" and not changed):
         return actswap
     if actswap.lower() in ("none", "off"):

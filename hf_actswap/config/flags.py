@@ -412,11 +412,11 @@ def flags_of_command(text: str) -> Flags:
     """
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     code = code.replace("\\\n", " ")
-    variables = dict(re.findall(r"(?:^|[\s;])([A-Za-z_]\w*)=[\"']?([\w./,-]+)", code))
+    variables: dict[str, str] = dict(re.findall(r"(?:^|[\s;])([A-Za-z_]\w*)=[\"']?([\w./,-]+)", code))
     for _ in range(4):  # a variable may be set to another
         code = re.sub(
             r"\$\{?(\w+)(?::-(\w+))?\}?",
-            lambda found: variables.get(found[1], found[2] or f"${found[1]}"),
+            lambda found: variables.get(str(found[1]), str(found[2] or f"${found[1]}")),
             code,
         )
         if "$" not in code:

@@ -151,7 +151,7 @@ def _read_gradients_later(callback: TrainerCallback) -> list[Problem]:
     return [
         replace(_READ_LATER, found=f"{kind.__module__}.{kind.__qualname__}")
         for kind in kinds
-        if kind.on_pre_optimizer_step is not stock and kind.__module__.split(".")[0] not in _OWN_PACKAGES
+        if getattr(kind, stock.__name__) is not stock and kind.__module__.split(".")[0] not in _OWN_PACKAGES
     ]
 
 

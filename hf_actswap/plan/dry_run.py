@@ -279,13 +279,13 @@ def small_real_call(model: nn.Module) -> Iterator[None]:
     buffers and the default generators of random numbers are as before at the end.
     """
     used = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
-    kinds = {device.type for device in used}
+    kinds = {device.type: [one for one in used if one.type == device.type] for device in used}
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with uninterrupted(), unchanged(model), hooks_off(model), assume_unpacked_rows(), ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        for kind in kinds or {None}:
-            devices = [device for device in used if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices, **({"device_type": kind} if kind else {})))
+        stack.enter_context(torch.random.fork_rng([]))
+        for kind, devices in kinds.items():
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))

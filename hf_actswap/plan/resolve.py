@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import ActSwapConfig
+from ..config import ActSwapConfig, LayerCounts
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
 from .apply_rules import RuleApplier, Selection, conflict_warnings, formative_lines, same_ops
 from .layout import (
-    LayerCounts,
     PipelineLayout,
     build_layout,
     cut_counts,

@@ -8,6 +8,7 @@ file, then the defaults of the recipe, then those of the Trainer.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -29,12 +30,13 @@ from recipe_options import (
 )
 from transformers import HfArgumentParser
 
-from hf_actswap import ActSwapTrainingArguments, ConfigError
+from hf_actswap import ActSwapConfig, ActSwapTrainingArguments, ConfigError
 from hf_actswap.config.keys import FOREIGN_SECTIONS, KEYS_OF_SECTIONS, MODE_FLAGS, OUR_SECTIONS
 from hf_actswap.config.validation import unknown_key_hint
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
 from hf_actswap.parallel.rank_agreement import failing_together
+from hf_actswap.plan import load_config_or_plan
 
 logger = logging.getLogger("llama_swap")
 
@@ -73,6 +75,7 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
     tokens: list[str] = []
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
+    single = _single_keys(command_line)
     if command_line and Path(command_line[0]).suffix in (".yaml", ".yml", ".json"):
         source = command_line.pop(0)
         tokens, values, sections = split_document(read_document(source), parser, source)
@@ -82,12 +85,71 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
     written = {**values, **_explicit([*tokens, *command_line], parser)}
     flags = {flag: bool(written.pop(flag)) for flag in MODE_FLAGS if written.get(flag) is not None}
     default = {} if any(flags.values()) else DEFAULT_ACTSWAP
-    written.setdefault("actswap", sections or deepcopy(default))
-    if written["actswap"] == "none":
-        written["actswap"] = None
+    if "actswap" in written:
+        sections = written["actswap"] = _document_of(written["actswap"], bool(single))
+    else:
+        sections = written["actswap"] = sections or deepcopy(default)
+    _set_single_keys(sections, single)
     _settle_layer_count(written, sections)
     written["actswap"] = with_mode(written["actswap"], flags)
     return written
+
+
+SingleKeys = list[tuple[list[str], str]]
+"""Keys of the configuration that the command line sets by themselves: (section, key, ...), value in YAML."""
+
+_SINGLE = re.compile(rf"(?:--)?(?:actswap\.)?((?:{'|'.join(LIBRARY_SECTIONS)})\.[\w.]+)(?:=(.*))?", re.DOTALL)
+
+
+def _single_keys(command_line: list[str]) -> SingleKeys:
+    """Take ``--swap_config.default_prefetch=2`` (or ``actswap.swap_config...``) off the command line."""
+    found: SingleKeys = []
+    kept: list[str] = []
+    words = iter(command_line)
+    for word in words:
+        match = _SINGLE.fullmatch(word)
+        if match is None or not (word.startswith("--") or "=" in word):
+            kept.append(word)
+        else:
+            value = next(words, "") if match[2] is None else match[2]
+            found.append((match[1].split("."), value))
+    command_line[:] = kept
+    return found
+
+
+def _set_single_keys(document: Any, single: SingleKeys) -> None:
+    for path, text in single:
+        if not isinstance(document, dict):
+            expected = "a configuration in which to set a key"
+            raise ConfigError(
+                [Problem(f"--{'.'.join(path)}", expected, f"actswap: {document}")], "command line"
+            )
+        place = document
+        for key in path[:-1]:
+            if not isinstance(place.get(key), dict):
+                place[key] = {}
+            place = place[key]
+        place[path[-1]], duplicates = parse_yaml(text, f"--{'.'.join(path)}")
+        if duplicates:
+            raise ConfigError([problem for _, problem in duplicates], "command line")
+
+
+def _document_of(actswap: Any, changed: bool) -> Any:
+    """Return what ``--actswap`` names as the same document that the file of the recipe would hold.
+
+    ``none`` is ``None``; ``auto`` (unless keys of it are ``changed``) and a plan in a file stay as they are.
+    """
+    if isinstance(actswap, str) and actswap.lstrip().startswith("{"):
+        return parse_yaml(actswap, "--actswap")[0]
+    if not isinstance(actswap, str) or (actswap == "auto" and not changed):
+        return actswap
+    if actswap.lower() in ("none", "off"):
+        return None
+    if Path(actswap).suffix in (".yaml", ".yml", ".json") and Path(actswap).is_file():
+        document = read_document(actswap)
+        return actswap if "rows" in document else document
+    loaded = load_config_or_plan(actswap)
+    return loaded.to_dict() if isinstance(loaded, ActSwapConfig) else actswap
 
 
 def _explicit(tokens: Sequence[str], parser: HfArgumentParser) -> dict[str, Any]:
@@ -231,13 +293,13 @@ def _reject_unknown(unknown: Sequence[str], parser: HfArgumentParser) -> None:
         raise ConfigError(problems, "command line")
 
 
-def _settle_layer_count(written: dict[str, Any], sections: Mapping[str, Any]) -> None:
+def _settle_layer_count(written: dict[str, Any], sections: Any) -> None:
     """Set ``num_layers`` from ``model.model_config.num_layers`` of the file, unless it is given itself."""
     named = [name for name in ("model_name_or_path", "config_name") if written.get(name)]
     ignored = [name for name in SIZE_OPTIONS if named and name in written]
     if ignored:
         logger.warning("%s decides the sizes of the model; ignored: %s.", named[0], ", ".join(ignored))
-    model = sections.get("model")
+    model = sections.get("model") if isinstance(sections, Mapping) else None
     model_config = model.get("model_config") if isinstance(model, Mapping) else None
     layers = model_config.get("num_layers") if isinstance(model_config, Mapping) else None
     if named or not isinstance(layers, int) or isinstance(layers, bool):

@@ -22,6 +22,7 @@ SUMMARIES = {
     "run": "Run a training script that you do not own with a plan: its Trainers get what HF_ACTSWAP says.",
     "env": "Show versions, devices, host memory and, if asked, the speed of the link between them.",
     "rehearse": "Run a training script without its GPU: whether it fits, what memory holds, what to change.",
+    "convert": "Write a configuration from flags of Megatron, MindSpeed-LLM, DeepSpeed, TRL or Axolotl.",
     "push": "Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published.",
 }
 """The commands and their help, in the order of ``--help``."""
@@ -47,6 +48,8 @@ def command(name: str) -> Any:
             from .env import env as function
         case "rehearse":
             from .rehearse import rehearse as function
+        case "convert":
+            from .convert import convert as function
         case _:
             from .push import push as function
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

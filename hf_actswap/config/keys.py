@@ -54,7 +54,8 @@ FOREIGN_SECTIONS = frozenset(
     remove_redundancy save_checkpoint checkpoint_name_or_path do_eval eval_step_interval
     eval_epoch_interval ignore_data_skip data_skip_steps profile profile_communication profile_memory
     init_start_profile profile_start_step profile_stop_step profile_rank_ids profile_pipeline
-    profile_level profile_output mstx layer_scale layer_decay lr_scale lr_scale_factor
+    profile_level profiler_level profile_output with_stack data_simplification mstx layer_scale
+    layer_decay lr_scale lr_scale_factor
     micro_batch_interleave_num remote_save_url save_file input_data predict_batch_size adapter_id
     exclude_cann_cpu train_precision_sync infer_precision_sync postprocess_use_numpy auto_tune
     filepath_prefix autotune_per_step trainer runner_config runner_wrapper optimizer lr_schedule

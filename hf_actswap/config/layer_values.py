@@ -28,7 +28,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from .validation import AnyInt, Expected, Fault, Path, Whole, faults_of, rejected, show
+from .validation import AnyInt, Expected, Fault, Path, Whole, faults_of, is_off_word, rejected, show
 
 EXPECTED_LAYERS = "true, false or a flat list of layer indices"
 EXPECTED_OP_NAME = "an op path or a list of op paths"
@@ -133,7 +133,7 @@ def _flat(value: Any) -> Any:
             value, ((), EXPECTED_LAYERS, show(value), "Layers are global indices in one flat list.")
         )
     # pydantic would take a set too, which has no order.
-    return None if isinstance(value, Set) else value
+    return None if isinstance(value, Set) else False if is_off_word(value) else value
 
 
 def _distinct(layers: Any) -> Any:
@@ -213,8 +213,8 @@ _COUNTS_OF_RECOMPUTE: TypeAdapter[Any] = TypeAdapter(
 def _counts(value: Any, info: ValidationInfo, items: TypeAdapter[Any] = _COUNTS) -> Any:
     """Return a bool, a list or (without swap) a table."""
     around: Around = info.context or Around()
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, bool) or is_off_word(value):
+        return value is True
     if not is_list(value):
         raise rejected(value, ((), EXPECTED_INDICES if around.swap else EXPECTED_COUNTS, show(value), ""))
     if not around.swap:

@@ -7,6 +7,7 @@ problems of one document.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -140,6 +141,9 @@ def unknown_key_hint(
     return hint if hint.startswith("Did you mean") else nearest(name, valid)
 
 
+_TUPLE = re.compile(r"\s*\(([^()]*)\)\s*")
+
+
 class Findings:
     """Problems and notes about one document, given back in the order of the document.
 
@@ -171,7 +175,12 @@ class Findings:
         return inner
 
     def read(self, adapter: TypeAdapter[Any], path: Path, value: Any, context: Any = None) -> Any:
-        """Return a value as its type; ``None`` after its problems have been noted."""
+        """Return a value as its type; ``None`` after its problems have been noted.
+
+        A word for off (`is_off_word`) is the type's own: false, no value, ``off`` or ``keep``.
+        """
+        if is_off_word(value):
+            value = self._off(adapter, value, context)
         try:
             return adapter.validate_python(value, context=context)
         except ValidationError as error:
@@ -183,7 +192,7 @@ class Findings:
         """Return a mapping; an empty one if the value is null or, with a problem, anything else."""
         if isinstance(value, Mapping):
             return value
-        if value is not None:
+        if value is not None and not is_off_word(value):
             self.problem(path, "a mapping", show(value))
         return {}
 
@@ -218,6 +227,17 @@ class Findings:
             elif key not in valid and key not in ignored:
                 self.unknown_key(path, key, f"a key of `{where(path)}`", valid, sorted(ignored))
         return found
+
+    @staticmethod
+    def _off(adapter: TypeAdapter[Any], value: object, context: Any) -> object:
+        """Return the word by which a type says off; ``value``, if it has none."""
+        for word in (False, None, "off", "keep"):
+            try:
+                adapter.validate_python(word, context=context)
+            except ValidationError:
+                continue
+            return word
+        return value
 
     def unknown_key(
         self, path: Path, key: object, expected: str, valid: Sequence[str], also: Sequence[str] = ()
@@ -272,7 +292,19 @@ def faults_of(error: ValidationError) -> Iterator[tuple[Path, str, str, str]]:
     for line in error.errors(include_url=False):
         facts = line.get("ctx", {})
         expected = facts.get("expected", line["msg"])
-        yield line["loc"], expected, facts.get("found", show(line["input"])), facts.get("hint", "")
+        hint = facts.get("hint", "") or _tuple_hint(line["input"])
+        yield line["loc"], expected, facts.get("found", show(line["input"])), hint
+
+
+def _tuple_hint(value: object) -> str:
+    """Return a hint for a tuple of Python, which YAML reads as a text."""
+    inside = _TUPLE.fullmatch(value) if isinstance(value, str) else None
+    return "" if inside is None else f"Write a list: [{inside[1].strip().rstrip(',')}]."
+
+
+def is_off_word(value: object) -> bool:
+    """Whether a value says that something is off: ``false``, or one of the texts off, none, no and false."""
+    return value is False or (isinstance(value, str) and value.lower() in ("off", "none", "no", "false"))
 
 
 def where(path: Path) -> str:

@@ -41,6 +41,11 @@ device copy. A ticket of before then has the wrong values to offer and raises `S
 does for any weight that was written between forward and backward. A write during the layer's call would be
 lost with the device block, and is an error.
 
+Writes through ``weight.data`` raise no version (PEFT merges adapters so). So a forward without gradients
+begins with no layer on the device. One with gradients finds at most the layers with which a backward ended;
+they are dropped if a sample of the words of each weight has changed (``_SAMPLED_WORDS``). Other data put in
+the place of a weight's is copied to the host block.
+
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
 
 * A layer's device block is allocated by `Transfer.reload` on compute's stream, and the copy-in stream waits
@@ -106,8 +111,13 @@ _ALIGNMENT_BYTES = 512
 """Weights start at multiples of it in a block, as PyTorch's allocators place tensors: there are kernels that
 compute differently by the alignment of their operands."""
 
+_WORD_BYTES = 8
+
 _LEAST_BUFFER_BYTES = 2**20
 """Smaller buffers stay on the device: they may be written, and are small beside a layer's weights."""
+
+_SAMPLED_WORDS = 1024
+"""Words of eight bytes, evenly spaced, by which writes to a weight are noticed that raise no version."""
 
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute of transformers' layers: the function by which they run again in backward."""
@@ -165,6 +175,7 @@ class LayerWeights:
         self._views: tuple[torch.Tensor, ...] = ()
         self._copy: Copy | None = None
         self._versions: list[int] = []
+        self._words, self._places, self._sample = (torch.empty(0, dtype=torch.int64) for _ in range(3))
         self.edition = 0
 
     @property
@@ -195,6 +206,8 @@ class LayerWeights:
                 view.copy_(weight.tensor.detach())
                 weight.tensor.data = view
                 views.append(view)
+            self._words, self._places = whole.view(torch.int64), self._sampled_places()
+            self._sample = self._words[self._places]
         if before is not None and self._host is not None:
             before.give_back(self._host)
         self._host, self._on_host = host, tuple(views)
@@ -204,6 +217,7 @@ class LayerWeights:
         """Give the weights memory of their own again, on the device that they came from."""
         self.drop()
         host, self._host, self._on_host = self._host, None, ()
+        self._words = torch.empty(0, dtype=torch.int64)
         if host is None:
             return
         for weight in self.held:
@@ -216,10 +230,46 @@ class LayerWeights:
     def note_outside_writes(self) -> None:
         """If somebody has written the weights since their last use, forget the device copy."""
         versions = self._present_versions()
-        if versions != self._versions:
+        if self._took_other_data() or versions != self._versions:
             self._versions = versions
-            self.edition += 1
-            self.drop()
+            self._forget_copy()
+
+    def note_silent_writes(self) -> None:
+        """As `note_outside_writes`, also if no version tells, from a sample of the words of each weight."""
+        if self._host is not None and not torch.equal(self._words[self._places], self._sample):
+            self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        self._sample = self._words[self._places]
+        self.edition += 1
+        self.drop()
+
+    def _sampled_places(self) -> torch.Tensor:
+        """Return which words of the block belong to the sample."""
+        found = []
+        for weight in self.held:
+            start, stop = weight.view.range_bytes
+            first, last = start // _WORD_BYTES, max(start, stop - 1) // _WORD_BYTES
+            count = min(_SAMPLED_WORDS, last - first + 1)
+            found.append(torch.linspace(first, last, count, dtype=torch.float64).long())
+        return torch.cat(found)
+
+    def _took_other_data(self) -> bool:
+        """Copy what somebody has put in the place of a weight's data to the host; whether there was any."""
+        changed = False
+        for weight, view in zip(self.held, self._on_host, strict=True):
+            now = weight.tensor
+            if now.data_ptr() == view.data_ptr():
+                continue
+            changed = True
+            if (now.shape, now.dtype) != (view.shape, view.dtype):
+                expected, found = (f"{item.dtype}, {tuple(item.shape)}" for item in (view, now))
+                hint = "Call remove() first, or write values of the same shape and dtype."
+                raise PlanError([Problem(f"{self.path}.{weight.name}", expected, found, hint)])
+            with torch.no_grad():
+                view.copy_(now.detach())
+            now.data = view
+        return changed
 
     def fetch(self, transfer: Transfer, counters: Counters, late: bool) -> None:
         """Start the copy in, unless the device has the weights."""
@@ -609,6 +659,8 @@ class FrozenWeights:
             device = self.device
             if device != self._device:
                 self._prepare(device)
+            if layer.position == 0 and not backward and self._task == -1:
+                self._forward_begins()
             layer.note_outside_writes()
             transfer = self.transfer(device)
             window, ahead = self._window(layer.position, backward)
@@ -624,6 +676,15 @@ class FrozenWeights:
             layer.settle(self._counters)
         finally:
             self.moving = False
+
+    def _forward_begins(self) -> None:
+        """Drop copies from before this forward, if the weights may have been written since."""
+        for layer in self.layers:
+            if layer.on_device and not layer.running:
+                if torch.is_grad_enabled():
+                    layer.note_silent_writes()
+                else:
+                    layer.drop()
 
     def _window(self, at: int, backward: bool) -> tuple[Container[int], Iterable[int]]:
         """Return the layers that may be on the device at layer ``at``, and which to fetch, in order."""

@@ -13,7 +13,9 @@ A copy of a module (``copy.deepcopy``: averaged weights, reference models) has n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,23 +23,86 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import PlanError, Problem
-from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.model_structure import ModelStructure, is_container, modules_around, unwrapped
 from ..plan.wrappers import is_compiled
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 Undo = Callable[[], None]
 
 
-def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
-    """Run ``before`` before each call of ``module``, and ``after`` after it, also after an exception."""
+def wrap_call(
+    module: nn.Module, before: Before, after: After, outermost: Outermost | None = None
+) -> list[Undo]:
+    """Run ``before`` before each call of ``module``, and ``after`` after it, also after an exception.
+
+    ``outermost``: only around calls that are the outermost of several modules'.
+    """
     if getattr(module, "_compiled_call_impl", None) is not None:
         return [_wrap_compiled(module, before, after)]
     handles = [
-        module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
-        module.register_forward_hook(Hook(after, always_call=True), always_call=True),
+        module.register_forward_pre_hook(Hook(before, False, outermost), with_kwargs=True, prepend=True),
+        module.register_forward_hook(Hook(after, True, outermost), always_call=True),
     ]
     return [handle.remove for handle in handles]
+
+
+def wrap_outermost_calls(
+    modules: Sequence[nn.Module], before: Before, after: After, innermost: bool = False
+) -> list[Undo]:
+    """Run ``before`` and ``after`` around calls of ``modules``, but not of one that another has called.
+
+    Args:
+        modules: the ways into a model (`entries`).
+        innermost: as of `replace_method`.
+    """
+    if len(modules) == 1:
+        return wrap_call(modules[0], before, after)
+    running = Outermost()
+    undo: list[Undo] = []
+    for module in modules:
+        undo.append(replace_call(module, partial(running.around, module, None), innermost))
+        undo += wrap_call(module, before, after, running)
+    return undo
+
+
+def replace_outermost_calls(
+    modules: Sequence[nn.Module], wrapper: Callable[[nn.Module], Wrapper]
+) -> list[Undo]:
+    """Wrap calls of ``modules`` (`replace_call`), but not of one that another has called."""
+    if len(modules) == 1:
+        return [replace_call(modules[0], wrapper(modules[0]))]
+    running = Outermost()
+    return [replace_call(module, partial(running.around, module, wrapper(module))) for module in modules]
+
+
+class Outermost:
+    """Which of several modules was called first, of those whose calls run in a thread."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def around(
+        self, module: nn.Module, wrapper: Wrapper | None, inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        wrapped = inner if wrapper is None else wrapper(inner)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or getattr(self._of_thread, "module", module) is not module:
+                return inner(*args, **kwargs)
+            first = not hasattr(self._of_thread, "module")
+            self._of_thread.module = module
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                if first:
+                    del self._of_thread.module
+
+        return call
+
+    def is_called(self, module: nn.Module) -> bool:
+        return getattr(self._of_thread, "module", None) is module
 
 
 class Hook:
@@ -46,16 +111,20 @@ class Hook:
     Args:
         act: what it does.
         always_call: whether it also runs after an exception.
+        outermost: it acts only in calls of a module that are the outermost; ``None``: in all.
     """
 
-    __slots__ = ("act", "always_call")
+    __slots__ = ("act", "always_call", "outermost")
 
-    def __init__(self, act: Callable[..., None], always_call: bool = False) -> None:
-        self.act, self.always_call = act, always_call
+    def __init__(
+        self, act: Callable[..., None], always_call: bool = False, outermost: Outermost | None = None
+    ) -> None:
+        self.act, self.always_call, self.outermost = act, always_call, outermost
 
     def __call__(self, *args: Any) -> None:
         if not is_dynamo_compiling():
-            self.act(*args)
+            if self.outermost is None or self.outermost.is_called(args[0]):
+                self.act(*args)
         elif not self.always_call:  # one that always runs would hide the error of the hook before
             reject_tracing()
 
@@ -101,9 +170,7 @@ def _wrap_compiled(module: nn.Module, before: Before, after: After) -> Undo:
     return replace_call(module, surrounded)
 
 
-def replace_call(
-    module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], innermost: bool = False
-) -> Undo:
+def replace_call(module: nn.Module, wrapper: Wrapper, innermost: bool = False) -> Undo:
     """Wrap the calls of this module alone, outside of its hooks; return a function that removes the wrapper.
 
     Args:
@@ -119,13 +186,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return replace_method(module, "forward", lambda _: forward)
 
 
-def replace_method(
-    module: nn.Module,
-    name: str,
-    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
-    innermost: bool = False,
-) -> Undo:
-    """Wrap a method of this module alone; return a function that removes the wrapper.
+def replace_method(module: Any, name: str, wrapper: Wrapper, innermost: bool = False) -> Undo:
+    """Wrap a method of this module, or other object, alone; return a function that removes the wrapper.
 
     A method may have several wrappers, which may be removed in any order.
 
@@ -170,7 +232,7 @@ class ReplacedMethod:
 
     __slots__ = ("_module", "_name", "call", "inner", "own")
 
-    def __init__(self, module: nn.Module, name: str, inner: Callable[..., Any], own: bool) -> None:
+    def __init__(self, module: Any, name: str, inner: Callable[..., Any], own: bool) -> None:
         self._module, self._name = module, name
         self.inner, self.own = inner, own
         self.call = inner
@@ -206,3 +268,24 @@ def compiled_wrapper(model: nn.Module, structure: ModelStructure) -> nn.Module |
     return next(
         (module for module in model.modules() if is_compiled(module) and first in module.modules()), None
     )
+
+
+def entries(model: nn.Module, structure: ModelStructure) -> list[nn.Module]:
+    """Return the modules whose call is a forward of ``model``, bare or wrapped; the outermost first.
+
+    They are the model inside its wrappers, and the modules in it that are around a stack of layers, because
+    training loops also call these themselves (the decoder, for a loss without whole logits). Where the layers
+    run inside one compiled region, the compiled module is the only one.
+    """
+    compiled = compiled_wrapper(model, structure)
+    return [compiled] if compiled is not None else entries_to(unwrapped(model), structure.stack_paths)
+
+
+def entries_to(model: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """Return ``model`` and the modules in it that are around ``paths``; the outermost first."""
+    found = {id(model): model}
+    for path in paths:
+        for module in reversed([*modules_around(model, path)]):
+            if not is_container(module):
+                found[id(module)] = module
+    return [*found.values()]

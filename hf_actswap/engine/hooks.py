@@ -2,9 +2,10 @@
 
 What `Engine` installs, and nothing else:
 
-* on the model, a pair of hooks (`wrap_call`) that pushes the saved-tensor hooks before its forward and pops
-  them after it, and a wrapper of its call, which cleans up after an exception that skips even ``always_call``
-  hooks (`KeyboardInterrupt`);
+* on the model, and on the modules in it around a stack of layers, which some training loops call themselves
+  (`entries`), a pair of hooks that pushes the saved-tensor hooks before the forward of the outermost one and
+  pops them after it, and a wrapper of its call, which cleans up after an exception that skips even
+  ``always_call`` hooks (`KeyboardInterrupt`);
 * on each layer, and on the embedding, the final norm and the head, a pair that follows which of them runs;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until the layer has a cached trace (`forward_pass`);
@@ -18,6 +19,7 @@ every hook returns at once.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,12 +51,19 @@ from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
 from .compiled_regions import CompiledRegions
 from .fates import KEEP, Action, FateTable, Slices
 from .forward_pass import CachedTraces, ForwardPass
-from .hook_wrappers import Undo, compiled_wrapper, replace_call, replace_forward, wrap_call
+from .hook_wrappers import Undo, entries, replace_call, replace_forward, wrap_call, wrap_outermost_calls
 from .host_budget import DryRunForecast, dropped_by
 from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
 from .recompute import RecomputeError, Region
-from .replay import CalledModule, CheckpointedLayer, function_mode_is_innermost, is_cache, pop_leaked_hooks
+from .replay import (
+    CalledModule,
+    CheckpointedLayer,
+    function_mode_is_innermost,
+    is_cache,
+    pop_leaked_hooks,
+    running_backward,
+)
 from .stats import Counters
 from .swapped_storages import PackHandler, checkpoint_of
 
@@ -260,8 +269,7 @@ class Engine:
         self._layers = {  # looked up between calls: within one, a pipeline stage has other modules there
             layer.index: self._root.get_submodule(layer.module_path) for layer in structure.all_layers
         }
-        called = compiled_wrapper(model, structure)
-        self._called = self._root if called is None else called  # a compiled wrapper has no truth value
+        self._entries = entries(model, structure)
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
         self._fates = FateTable(
@@ -296,10 +304,11 @@ class Engine:
             return []
         self.runtime.bind()
         # Innermost: a planner changes plans in a wrapper of the call that is to run under the new one.
-        undo = [replace_call(self._called, self._cleaning_up, innermost=True)]
+        undo = [replace_call(module, self._cleaning_up, innermost=True) for module in self._entries]
         if self.structure.compiled:
-            return [*undo, *wrap_call(self._called, self._start_compiled, self._end_compiled), self._clean_up]
-        undo += wrap_call(self._called, self._start_forward, self._end_forward)
+            (called,) = self._entries
+            return [*undo, *wrap_call(called, self._start_compiled, self._end_compiled), self._clean_up]
+        undo += wrap_outermost_calls(self._entries, self._start_forward, self._end_forward, innermost=True)
         paths = self.structure.scopes
         for scope in SCOPES:
             if scope in paths:
@@ -307,7 +316,7 @@ class Engine:
         for layer in self.structure.all_layers:
             module = self._layers[layer.index]
             if layer.index in self._fates.checkpointed_layers:
-                undo.append(checkpointed(uncompiled(module), layer.module_path))
+                undo.append(checkpointed(uncompiled(module), layer.module_path, self._counters))
             undo += self._regions.attach(layer.index, module)
             undo += self._follow_scope(module, layer.index, layer)
             if layer.index in self._fates.named_layers - self._named:
@@ -368,7 +377,7 @@ class Engine:
         self.plan = plan
         self._fates.use_plan(plan)
 
-    def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _start_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._guard.runs_elsewhere and not torch.is_grad_enabled():
             return
         self._clean_up()
@@ -388,7 +397,7 @@ class Engine:
             _reject_offloaded_weights(self._root)
         context, new = self.runtime.prepared()
         if new:
-            forecast = DryRunForecast(self._root, self.structure, args, kwargs)
+            forecast = DryRunForecast(self._root, self.structure, args, kwargs, module)
             self._settle(forecast)
             self.runtime.host.make_ready(context.pool, context.transfer.overlaps, self.plan, forecast)
             if not self.runtime.evictable:  # else the planner counts
@@ -464,6 +473,8 @@ class Engine:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None or self._guard.thread != get_ident():
+                if layer is not None and self._guard.thread is None:
+                    self._first_step.called_alone(layer.module_path, (*args, *kwargs.values()))
                 return
             if self._first_step.entered is not None:
                 self._first_step.enters(scope, (*args, *kwargs.values()))
@@ -542,7 +553,7 @@ class Engine:
         self._mode = None  # last, so that `_clean_up` finds it after an interrupt
 
 
-def checkpointed(layer: nn.Module, name: str) -> Undo:
+def checkpointed(layer: nn.Module, name: str, counters: Counters) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
@@ -559,9 +570,21 @@ def checkpointed(layer: nn.Module, name: str) -> Undo:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         held = (*(item for item in args if not isinstance(item, torch.Tensor)), *kwargs.values())
         contexts = partial(again.contexts, held)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        run = counting_repeats(forward, counters)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return replace_forward(layer, checkpointed_forward)
+
+
+def counting_repeats(forward: Callable[..., Any], counters: Counters) -> Callable[..., Any]:
+    """Return ``forward`` for one call: each run of it after the first counts as a recomputation."""
+    runs = itertools.count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counters.recomputes += next(runs) > 0
+        return forward(*args, **kwargs)
+
+    return run
 
 
 class CheckpointWatch:
@@ -582,13 +605,23 @@ class CheckpointWatch:
         self._known = [on or known for on, known in zip(now, self._known, strict=True)]
 
 
+def _is_fake(values: Iterable[object]) -> bool:
+    return any(isinstance(value, FakeTensor) for value in values)
+
+
 _PAYS_NOT = "each op that it names would hold more than it drops (see the adjustments of the applied plan)"
+
+
+_STEPS_WITHOUT_A_LAYER = 8
+"""Steps that may leave out all that a plan names before this is said."""
 
 
 class FirstStep:
     """Warns, once, if a plan swapped or recomputed nothing in its first step, and says why.
 
-    It follows the steps under the plan until it has judged one: a forward and the backward through it.
+    It follows the steps under the plan until it has judged one: a forward and the backward through it. One
+    that enters nothing of what the plan names is not judged at once: layers may be left out at random
+    (LayerDrop).
 
     Args:
         plan: the plan as it was applied.
@@ -618,7 +651,7 @@ class FirstStep:
         self._compiled = {
             layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
         }
-        self._backward_ran = False
+        self._backward_ran, self._waits = False, _STEPS_WITHOUT_A_LAYER
         self._received_gradients: set[Scope] = set()
 
     def enters(self, scope: Scope, values: Iterable[object]) -> None:
@@ -627,6 +660,18 @@ class FirstStep:
             self.entered.add(scope)
         if any(getattr(value, "requires_grad", False) for value in values):
             self._received_gradients.add(scope)  # a frozen layer behind a trained prompt
+
+    def called_alone(self, path: str, values: Iterable[object]) -> None:
+        """Warn that a layer is called outside of a forward, and not run again in backward."""
+        again = running_backward() != -1
+        if self.entered is None or again or not torch.is_grad_enabled() or _is_fake(values):
+            return
+        self.entered = None
+        logger.warning(
+            "%s is called by itself, not by the model or the decoder: the plan does nothing there. Call the "
+            "module that runs the layers.",
+            path,
+        )
 
     def forward_starts(self, plan: MemoryPlan, measures: bool) -> None:
         """Judge the step before, if its backward has run; called when a training forward starts.
@@ -652,13 +697,18 @@ class FirstStep:
         if plan.rows and count and not self._counters.forwards and not self._one_of_several:
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
         elif self.entered is not None and self._backward_ran:
+            self._waits = 0
             self._judge(plan, measures)
 
     def _backward_runs(self, _gradients: object) -> None:
         self._backward_ran = True
 
     def _judge(self, plan: MemoryPlan, measures: bool) -> None:
-        entered, self.entered = self.entered or set(), None
+        entered = self.entered or set()
+        if self._waits and not entered & {row.scope for row in self._plan.rows}:
+            self._waits, self._backward_ran = self._waits - 1, False
+            return
+        self.entered = None
         swapping = [row for row in plan.rows if row.fate == "swap" and not (measures and row.windows is None)]
         if swapping and not self._counters.offloads:
             rejected = "; ".join(

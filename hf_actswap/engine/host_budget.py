@@ -46,7 +46,8 @@ class DryRunForecast:
     """Forecasts what one forward will save. The run on fake tensors takes place once, when first needed.
 
     Args:
-        model: the model inside its wrappers; ``args`` and ``kwargs`` are those of its call.
+        model: the model inside its wrappers.
+        args, kwargs: of the call of ``called``, a module in the model; ``None``: of the model itself.
 
     Attributes:
         compiled: whether the compiler decides what is saved, which is not known before.
@@ -54,9 +55,15 @@ class DryRunForecast:
     """
 
     def __init__(
-        self, model: nn.Module, structure: ModelStructure, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        structure: ModelStructure,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        called: nn.Module | None = None,
     ) -> None:
         self._call = model, structure, args, kwargs
+        self._called = called
         self._ran = False
         self._saved: SavedBytes | None = None
         self.compiled = structure.compiled or any(layer.compiled for layer in structure.all_layers)
@@ -66,7 +73,7 @@ class DryRunForecast:
         if not (self._ran or self.compiled or torch.compiler.is_compiling()):
             self._ran = True
             try:
-                self._saved = record_saved(*self._call)
+                self._saved = record_saved(*self._call, called=self._called)
             except Exception as error:  # the model's own code runs: it may raise anything
                 self.why_not = next(iter(str(error).splitlines()), "")
                 logger.debug("no run on fake tensors", exc_info=True)
@@ -79,8 +86,9 @@ def record_saved(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device = _CPU,
+    called: nn.Module | None = None,
 ) -> SavedBytes:
-    """Return what autograd saves, and for which op, when ``model`` is called with ``args`` and ``kwargs``.
+    """Return what autograd saves, and for which op, when a model is called with ``args`` and ``kwargs``.
 
     Nothing is computed: no hook on the model runs, none of its tensors is touched, no random number is drawn.
     The present autocast state holds. Compiled modules run eagerly. If a plan on the model already recomputes
@@ -91,20 +99,22 @@ def record_saved(
         args, kwargs: of tensors only shape, dtype and device are read; of a mask and of positions also
             whether they mask or pack anything, because attention then runs in another way.
         device: where tensors on ``meta`` are taken to be, as attention kernels differ.
+        called: the module in ``model`` that is called; ``None``: the model itself.
 
     Raises:
         ValueError: this build of PyTorch knows no such device.
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     check_device(device)
+    called = model if called is None else called
     with dry_call(model, kwargs or {}) as named:
-        state = fake_weights(model, device)
+        state = fake_weights(called, device)
         fake_args, fake_kwargs = fake_batch((args, named), device)
         first = next(model.parameters(), None)
         here = _CPU if first is None else device if first.is_meta else first.device
         recorder = ForwardRecorder(structure.scopes, structure.attention, here)
         with recorder.saving():
-            recorder.run_on_fakes(model, model, state, fake_args, fake_kwargs)
+            recorder.run_on_fakes(called, model, state, fake_args, fake_kwargs)
     return SavedBytes(recorder.used(), structure.modules)
 
 

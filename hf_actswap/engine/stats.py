@@ -64,7 +64,7 @@ class SwapStats:
         late_prefetches: of these, the ones that started only when the tensor was needed.
         stalls: times that compute had to wait for a copy.
         stall_ms: how long it waited.
-        recomputes: regions and layers run again, checkpointed layers not included.
+        recomputes: calls of layers, modules and functions that backward ran again; none of compiled layers.
         rejected: reason -> bytes of tensors that the plan wanted to swap and that stayed.
         host_bytes: host memory in use now (not a total).
         host_peak_bytes: most host memory in use at once (not a total).

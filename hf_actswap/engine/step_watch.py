@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import Scope
 from ..plan.model_structure import unwrapped
 from ..plan.record import storage_key
-from .hook_wrappers import Undo, compiled_wrapper, wrap_call
+from .hook_wrappers import Undo, entries, wrap_call, wrap_outermost_calls
 from .install import AppliedPlan
 from .owners import inner_tensors
 from .replay import running_node_number
@@ -143,11 +143,11 @@ class _StepWatch:
         self._applied, self._transfer, self._on = applied, applied.transfer, True
         self._parts: StepLog[tuple[Phase, int | None]] = StepLog(self._transfer)
         self._is_stage, self._in_backward = applied.runtime.passes is not None, False
-        root, whole = unwrapped(model), compiled_wrapper(model, applied.structure)
-        self._undo: list[Undo] = wrap_call(
-            root if whole is None else whole, self._forward_starts, self._forward_ends
+        root, structure = unwrapped(model), applied.structure
+        self._undo: list[Undo] = wrap_outermost_calls(
+            entries(model, structure), self._forward_starts, self._forward_ends
         )
-        for index, layer in enumerate(applied.structure.layers if whole is None else ()):
+        for index, layer in enumerate(() if structure.compiled else structure.layers):
             before, after = partial(self._enters, index), partial(self._leaves, index)
             self._undo += wrap_call(root.get_submodule(layer.module_path), before, after)
         applied.runtime.listener = self

@@ -143,6 +143,18 @@ def calling_trainer(callback: TrainerCallback) -> Any:
     return None
 
 
+def _read_gradients_later(callback: TrainerCallback) -> list[Problem]:
+    """Return a problem for each callback of the user that acts between backward and the optimizer's step."""
+    handler = getattr(calling_trainer(callback), "callback_handler", None)
+    kinds = dict.fromkeys(map(type, getattr(handler, "callbacks", ())))
+    stock = TrainerCallback.on_pre_optimizer_step
+    return [
+        replace(_READ_LATER, found=f"{kind.__module__}.{kind.__qualname__}")
+        for kind in kinds
+        if getattr(kind, stock.__name__) is not stock and kind.__module__.split(".")[0] not in _OWN_PACKAGES
+    ]
+
+
 def called_model(trainer: Any, model: nn.Module) -> nn.Module:
     """Return the model that ``trainer`` calls in training, if that is compiled; else ``model``.
 
@@ -173,6 +185,14 @@ _CLIPPED_LATER = Problem(
     "",
     "Set it to 0; memory.in_backward_clip_value or in_backward_clip_last_norm clips in backward.",
 )
+_READ_LATER = Problem(
+    "memory.optimizer_in_backward",
+    "no callback with on_pre_optimizer_step: the optimizer has stepped by then, and no gradient is left",
+    "",
+    "What it changes in gradients would have no effect: use a hook on the parameter (register_hook). What "
+    "needs no gradients can be in on_step_end.",
+)
+_OWN_PACKAGES = ("transformers", "hf_actswap")
 _ADDED_LATER = Problem(
     "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
 )
@@ -422,6 +442,8 @@ class ActSwapCallback(TrainerCallback):
                     raise ParallelTrainingError([_ADDED_LATER])
                 if config.memory.optimizer_in_backward and args.max_grad_norm:
                     raise PlanError([replace(_CLIPPED_LATER, found=f"{args.max_grad_norm:g}")])
+                if config.memory.optimizer_in_backward and (problems := _read_gradients_later(self)):
+                    raise PlanError(problems)
                 with nullcontext() if parallel is None else parallel.whole_model():
                     structure = model_structure(model)
                 plan = self._plan_for(structure)

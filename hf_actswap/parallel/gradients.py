@@ -28,6 +28,10 @@ summing sets it, accumulation clears it. Undecidable cases are errors:
 
 The state is in the hooks: a copied or loaded parameter has neither the hooks nor the state.
 
+NxD's guide sums with a function of its own, which gives ``p.grad.data`` to
+`mappings.reduce_from_tensor_model_parallel_region`. That tensor shows neither the parameter nor its watch,
+but has the gradient's storage, on which the watch leaves a reference to itself.
+
 **The norm of all gradients** counts each element of the model once, wherever and however often it is held:
 
 - a parameter with ``tensor_model_parallel = True`` is this rank's shard: its part is summed over the group;
@@ -85,13 +89,18 @@ class GradientWatch:
             parameter.register_post_accumulate_grad_hook(self._after_accumulation),
         )
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The parameter's gradient; ``None``: there is none."""
+        parameter = self._parameter()
+        return None if parameter is None else gradient_of(parameter)
+
     def state(self) -> GradientState:
         """Return the state of the gradient now.
 
         The host waits for the device only where a summed gradient was zeroed in place.
         """
-        parameter = self._parameter()
-        gradient = None if parameter is None else gradient_of(parameter)
+        gradient = self.gradient
         if gradient is None:
             return GradientState.PART
         if self._sum is not None:
@@ -139,6 +148,10 @@ class GradientWatch:
         gradient, was_not_zero, was_announced = parameter.grad, self._was_not_zero, self._was_announced
         before = None if self._sum is None else self._sum()
         self._sum, self._was_announced, self._was_not_zero = None, False, None
+        if (held := gradient_of(parameter)) is not None:
+            place = local(held)
+            watches = vars(place.untyped_storage()).setdefault(_WATCHES, {})
+            watches[place.storage_offset()] = weakref.ref(self)
         if gradient is None:  # an earlier hook has taken it
             return
         if was_not_zero is not None:
@@ -153,6 +166,33 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if parameter.grad is not None:
         return parameter.grad
     return getattr(parameter, "main_grad", None)
+
+
+_WATCHES = "_hf_actswap_gradient_watches"
+"""Attribute of a storage: for each place in it, a weak reference to the watch of the gradient there."""
+
+
+def sum_gradient_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Sum a gradient that a watch follows, unless it is the sum already.
+
+    Args:
+        tensor: shares the gradient's memory (``parameter.grad.data``).
+
+    Returns:
+        Whether ``tensor`` is such a gradient; if not, nothing is done.
+    """
+    place = local(tensor)
+    reference = getattr(place.untyped_storage(), _WATCHES, {}).get(place.storage_offset())
+    watch = None if reference is None else reference()
+    gradient = None if watch is None else watch.gradient
+    if watch is None or gradient is None or local(gradient).data_ptr() != place.data_ptr():
+        return False
+    if watch.state() is not GradientState.SUM:
+        total = reduce_in_place(place.contiguous(), group)
+        if total is not place:
+            place.copy_(total)
+        watch.set_summed(gradient)
+    return True
 
 
 def watch_of(parameter: torch.Tensor) -> GradientWatch | None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .collectives import all_reduced, gathered, group_or_enclosing, own_part, reduce_scattered
+from .gradients import sum_gradient_in_place
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Takes a tensor, and returns its replacement."""
@@ -170,10 +171,13 @@ def reduce_from_tensor_model_parallel_region(
 
     A tensor that requires no gradient (``parameter.grad.data``, a buffer) is outside of autograd and summed
     *in place*, as NxD does it: callers such as its ``allreduce_sequence_parallel_gradients`` throw the
-    returned tensor away. A tensor that requires a gradient stays as it is, in grad mode or not.
+    returned tensor away. A gradient that is the sum already (`gradients.GradientWatch`) is not changed. A
+    tensor that requires a gradient stays as it is, in grad mode or not.
     """
     group = group_or_enclosing(process_group)
     if group.size() == 1:
+        return input_
+    if not input_.requires_grad and sum_gradient_in_place(input_, group):
         return input_
     total = all_reduce(input_, group)
     return total if input_.requires_grad else input_.copy_(total)

@@ -25,6 +25,7 @@ from ..errors import Problem
 from .actions import Adjustment, PlanRow, Scope, Tile, Windows
 from .layout import format_formative
 from .model_structure import OUTPUT, ModelStructure, is_below
+from .opnames import FUSED
 from .rules import (
     CHECKPOINT_KEEPS_INPUT,
     EXCLUDE_BEATS_ALL,
@@ -34,6 +35,7 @@ from .rules import (
     NOT_RECOMPUTED_SELECTIVELY,
     NOT_RECOMPUTED_WHOLE,
     NOT_THE_SAME_TWICE,
+    OF_FUSED_LAYER,
     ONE_REGION,
     ONLY_MODULES,
     OUTPUT_FEEDS_RECOMPUTE,
@@ -44,6 +46,7 @@ from .rules import (
     names_by_layer,
 )
 
+_FAKES = "If an operator there has no fake implementation, give it one (torch.library.register_fake)."
 ALL_SWAP_LOST = "All layers and ops that are enabled swap do not work! Because recompute = True."
 
 
@@ -409,6 +412,9 @@ class RuleApplier:
                 if not any(match.targets for match in matches):
                     known, why_not = self._structure.functions_known, self._structure.why_not
                     reason = NO_COUNTERPART if known else f"{ONLY_MODULES} ({why_not})"
+                    fused = [name for name in FUSED if all(is_below(one.bare_name, name) for one in matches)]
+                    if fused and not self._names[self._local[layer]].reference[fused[0]]:
+                        reason = OF_FUSED_LAYER
                     self.adjustment(where, op_path, "a fate", "no effect", reason, layer)
         # With no layer to look in, a typo shows only if the model holds every layer.
         looked_in = held or (list(self.fates) if len(self.fates) == self._num_layers else [])
@@ -435,7 +441,7 @@ class RuleApplier:
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
         hint = self._names[own_layer].hint(op_path)
         if not self._structure.functions_known:
-            hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not})."
+            hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not}). {_FAKES}"
         expected = f"a path that names an op of {self._structure.layers[own_layer].class_name}"
         return Problem(where, expected, f"{op_path!r}", hint)
 

@@ -14,6 +14,7 @@ each is filled and put back once.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import sys
@@ -270,6 +271,32 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
         yield named
 
 
+@contextmanager
+def small_real_call(model: nn.Module) -> Iterator[None]:
+    """Prepare a call of ``model`` on real tensors that stands for a dry one: autograd saves nothing.
+
+    For models whose code cannot run on fake tensors. Hooks are off, nothing is compiled, and attributes,
+    buffers and the default generators of random numbers are as before at the end.
+    """
+    used = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
+    kinds = {device.type: [one for one in used if one.type == device.type] for device in used}
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with uninterrupted(), unchanged(model), hooks_off(model), assume_unpacked_rows(), ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.random.fork_rng([]))
+        for kind, devices in kinds.items():
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
+
+
 def check_device(device: torch.device) -> None:
     """Raise `ValueError` if PyTorch was built without such devices: autograd on one would end the process."""
     accelerator = torch.accelerator.current_accelerator()
@@ -410,7 +437,17 @@ def example_batch(
         batch = {name: weight.new_zeros(batch_size, _SAMPLES)}
     if getattr(config, "is_encoder_decoder", False) and name != "pixel_values":
         batch |= {"decoder_input_ids": ids, "use_cache": False}
-    return batch
+    return _as_taken(model, name, batch)
+
+
+def _as_taken(model: nn.Module, name: str, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch without ``use_cache`` for a forward that does not take it, and with its input's name."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return batch
+    if name not in parameters and (first := next(iter(parameters), None)) is not None:
+        batch = {first: batch[name], **{other: value for other, value in batch.items() if other != name}}
+    return {other: value for other, value in batch.items() if other != "use_cache" or other in parameters}
 
 
 def _gathered_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None]]:

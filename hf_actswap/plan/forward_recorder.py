@@ -141,6 +141,12 @@ class ForwardRecorder(TorchFunctionMode):
         with self.installed(root), self, exchanged(model, state):
             model(*args, **kwargs)
 
+    @property
+    def where(self) -> str:
+        """Path of the module or function that runs, or in which the call has failed."""
+        scope, path, _ = self._here()
+        return ".".join(filter(None, (self._scopes.get(scope, "") if scope is not None else "", path)))
+
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:
         """Follow the scopes below ``root``, and the module path inside each layer, by hooks."""

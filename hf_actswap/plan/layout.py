@@ -221,6 +221,26 @@ def normalise_counts(
     return (_deal(totals, layout) if not problems else layout.counts), problems
 
 
+def cut_counts(value: LayerCounts, layout: PipelineLayout) -> list[tuple[str, int, int]]:
+    """Return (where, number, layers there) for each number that `normalise_counts` takes for fewer layers."""
+    if isinstance(value, bool):
+        return []
+    stages = [sum(row[stage] for row in layout.counts) for stage in range(layout.pp)]
+    found = [
+        (f"stage {stage}", item, stages[stage])
+        for stage, item in enumerate(value)
+        if stage < layout.pp and not isinstance(item, bool | tuple | str)
+    ]
+    found += [
+        (f"stage {stage}, interleave {v}", item, layout.counts[v][stage])
+        for v, row in enumerate(value)
+        if isinstance(row, tuple)
+        for stage, item in enumerate(row)
+        if v < layout.vpp and stage < layout.pp and not isinstance(item, bool)
+    ]
+    return [(where, item, held) for where, item, held in found if item > held]
+
+
 def _check_numbers(numbers: Sequence[int], where: str) -> list[Problem]:
     return [
         Problem(f"{where}[{index}]", "a number of layers, 0 or more", str(number))

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
-from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
+from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights, small_real_call
 from .forward_recorder import ForwardRecorder
 from .op_facts import is_communication
 from .opnames import ATTENTION_CORE, ATTENTION_MODULES
@@ -151,6 +151,11 @@ class ModelStructure:
         return self.layers[0].module_path.rpartition(".")[0] if self.layers else ""
 
     @property
+    def stack_paths(self) -> tuple[str, ...]:
+        """Module paths of the lists of layers of all stacks."""
+        return tuple(one.path for one in (self, *self.stacks) if one.layers)
+
+    @property
     def decoder(self) -> ModelStructure:
         """This structure without the other stacks, as the planner sees a model."""
         return replace(self, stacks=()) if self.stacks else self
@@ -207,10 +212,27 @@ class ModelStructure:
         """Return the modules of all layers of all stacks in ``root`` (`unwrapped`), without wrappers."""
         return {layer.index: uncompiled(root.get_submodule(layer.module_path)) for layer in self.all_layers}
 
+    def replaced_layers(self, root: nn.Module, layers: Mapping[Scope, nn.Module]) -> list[Problem]:
+        """Return a problem if other ``layers`` than `layer_modules` gave are in the place of the layers."""
+        for one in (self, *self.stacks):
+            count = len(root.get_submodule(one.path)._modules) if one.layers else 0
+            if count != len(one.layers):
+                return [_replaced(one.path, f"{len(one.layers)} layers", f"{count}")]
+        for layer in self.all_layers:
+            now, before = root.get_submodule(layer.module_path), layers[layer.index]
+            if uncompiled(now) is not before and before not in now.modules():  # a wrapper has it inside
+                return [_replaced(layer.module_path, "the layer of that time", "another module")]
+        return []
+
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange activations inside layers (parallel layers)."""
         return any(layer.communications for layer in self.layers)
+
+
+def _replaced(where: str, expected: str, found: str) -> Problem:
+    hint = "Call remove() before layers are replaced, and hf_actswap.apply afterwards."
+    return Problem(f"model.{where}", f"{expected}, as when the plan was applied", found, hint)
 
 
 def is_below(path: str, ancestor: str) -> bool:
@@ -276,8 +298,8 @@ def model_structure(model: nn.Module) -> ModelStructure:
             ),
             functions_known=not why_not,
             why_not=why_not,
-            compiled=any(map(is_compiled, (*nesting, *_around(root, path)))),
-            cuda_graphs=any(map(runs_cuda_graphs, (*nesting, *_around(root, path), *stacks[path]))),
+            compiled=any(map(is_compiled, (*nesting, *modules_around(root, path)))),
+            cuda_graphs=any(map(runs_cuda_graphs, (*nesting, *modules_around(root, path), *stacks[path]))),
         )
         for path, records, why_not in _recorded(root, stacks)
     }
@@ -311,7 +333,9 @@ def _recorded(
     remaining = iter(records)
     for path, layers in stacks.items():
         own, why_not = [next(remaining) for _ in layers], failure
-        inner = next((module for module in _around(root, path) if hasattr(module, "main_input_name")), None)
+        inner = next(
+            (module for module in modules_around(root, path) if hasattr(module, "main_input_name")), None
+        )
         if inner is not None and not any(record.calls for record in own):
             again, why_again = _record(inner, root, {path: layers})
             own, why_not = (own, failure or why_again) if why_again else (again, "")
@@ -331,20 +355,41 @@ def _record(
         for path, layers in stacks.items()
         for index, layer in enumerate(layers)
     }
-    recorder = ForwardRecorder({path: str(path) for path in attention}, attention, None)
+    scopes: dict[Scope, str] = {path: str(path) for path in attention}
+    recorder = ForwardRecorder(scopes, attention, None)
     layers = [layer for own in stacks.values() for layer in own]
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
+        return list(recorder.layers.values()), ""
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)
         why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why_not += f" (in {recorder.where})" if recorder.where else ""
+    if any(weight.is_meta for weight in model.parameters()):
         return [LayerRecord() for _ in layers], why_not
+    recorder = ForwardRecorder(scopes, attention, None)
+    try:
+        with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
+            recorder.own((*model.parameters(), *model.buffers()), None)
+            recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
+    except Exception:
+        logger.debug("no recording of a real forward", exc_info=True)
+        return [LayerRecord() for _ in layers], why_not
+    logger.info(
+        "The ops of the layers are those of a small forward on the device: %s. %s", why_not, _NO_FAKES
+    )
     return list(recorder.layers.values()), ""
 
 
-def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
+_NO_FAKES = (
+    "What a step saves is not known before it, so nothing is judged by it. It would be if fake tensors could "
+    "run the op there: register_fake of torch.library says what shapes it returns."
+)
+
+
+def modules_around(root: nn.Module, path: str) -> Iterator[nn.Module]:
     """Yield the module at ``path`` and those around it, from the innermost out, without ``root``."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):

@@ -51,6 +51,9 @@ _PRODUCTS = ("linear", "addmm", "mm", "matmul")
 
 _QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj")
 _GATE_AND_UP = ("gate_up_proj", "Wi")
+FUSED = ("attention.w_qkv", "feed_forward.w_gate_hidden")
+"""MindFormers' names of fused layers: one product for queries, keys and values; one for gate and up."""
+
 _ATTENTION_PROJECTIONS: Mapping[str, Sequence[str]] = {
     "wq": ("q_proj", "q_b_proj", "query", "q_lin", "query_proj", "q", *_QKV),
     "wk": ("k_proj", "kv_b_proj", "key", "k_lin", "key_proj", "k", *_QKV),
@@ -142,7 +145,17 @@ class _Names:
         for name, candidates in _ATTENTION_PROJECTIONS.items():
             found = [self._first(own, candidates) or self._first(blocks[own], candidates) for own in blocks]
             self._add_projection(table, f"attention.{name}", (path for paths in found for path in paths))
-        for name in ("apply_rotary_emb", "merger_head_transpose", "transpose", "reshape", "cast", "cat"):
+        fused = (path for path in table["attention.wq"] if path.rpartition(".")[2] in _QKV)
+        self._add_projection(table, FUSED[0], fused)
+        for name in (
+            "split_qkv",
+            "apply_rotary_emb",
+            "merger_head_transpose",
+            "transpose",
+            "reshape",
+            "cast",
+            "cat",
+        ):
             table[f"attention.{name}"] = ()
 
     def _add_feed_forward(self, table: dict[str, tuple[str, ...]]) -> None:
@@ -166,10 +179,15 @@ class _Names:
         table["feed_forward.w1"] += activations
         table["feed_forward.w1.activation"] = activations
         table["feed_forward.w1.activation.silu"] = self._called_in(activations)
+        table["feed_forward.activate"] = activations  # its name beside a fused layer
+        table["feed_forward.activate.silu"] = table["feed_forward.w1.activation.silu"]
+        self._add_projection(
+            table, FUSED[1], (path for path in w1 if path.rpartition(".")[2] in _GATE_AND_UP)
+        )
         self._add_projection(table, "feed_forward.w2", w2)
         own_w3 = (path for path in w3 if path not in w1 or path.endswith(_GATE_AND_UP))
         self._add_projection(table, "feed_forward.w3", own_w3)
-        table["feed_forward.reshape"] = table["feed_forward.cast"] = ()
+        table["feed_forward.reshape"] = table["feed_forward.cast"] = table["feed_forward.split"] = ()
         routers = [self._first(block, ("gate", "router")) for block in blocks]
         table["feed_forward.router"] = tuple(path for paths in routers for path in paths)
 

@@ -8,11 +8,11 @@ together. One that this version cannot carry out yet becomes an entry of ``unsup
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import ActSwapConfig
+from ..config import ActSwapConfig, LayerCounts
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
@@ -20,6 +20,7 @@ from .apply_rules import RuleApplier, Selection, conflict_warnings, formative_li
 from .layout import (
     PipelineLayout,
     build_layout,
+    cut_counts,
     layers_from_counts,
     layers_from_indices,
     normalise_counts,
@@ -42,6 +43,10 @@ _SELECTIONS: dict[str, tuple[str, ...]] = {
     "select_comm_recompute_exclude": (),
 }
 
+_OWN_LAYERS = (
+    "the model has parallel layers of its own, and parallel_config.tensor_parallel_size is 1: write there "
+    "how many ranks its group has"
+)
 _NO_COMMUNICATION = "tensor_parallel_size is 1: there is no communication inside layers"
 
 
@@ -207,6 +212,7 @@ class _Resolution:
         self._structure = structure
         self._swap = config.swap_config.swap
         self._problems: list[Problem] = []
+        self._cut: list[Adjustment] = []
         self._layout_failed = False
         self._layout, self._local = self._place(stage)
         self._applier = RuleApplier(structure, self._local, self._layout.num_layers, self._swap)
@@ -243,6 +249,7 @@ class _Resolution:
             family=self._structure.family,
             adjustments=(
                 *applier.collected_adjustments(),
+                *self._cut,
                 *policies_without_effect(self._config, self._structure),
             ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
@@ -434,6 +441,7 @@ class _Resolution:
             return value, ()
         else:
             form, problems = normalise_counts(value, self._layout, where)
+            self._say_what_is_cut(where, "", value)
         self._problems += problems
         return form, () if problems else self._layers_of(form)
 
@@ -457,7 +465,16 @@ class _Resolution:
             return {}
         forms, problems = normalise_selection(value, self._layout, defaults, swap=self._swap, where=where)
         self._problems += problems
+        patterns: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
+        for pattern, counts in patterns.items() if value and not problems and not self._swap else ():
+            self._say_what_is_cut(where, pattern, counts)
         return {} if problems else {pattern: (form, self._layers_of(form)) for pattern, form in forms.items()}
+
+    def _say_what_is_cut(self, where: str, pattern: str, value: LayerCounts) -> None:
+        for place, count, held in cut_counts(value, self._layout):
+            asked, got = f"{count} layers of {place}", f"{held}"
+            reason = "there are no more, and a number beyond them means all"
+            self._cut.append(Adjustment(where, (), pattern, asked, got, reason))
 
     def _layers_of(self, form: Any) -> tuple[int, ...]:
         if self._swap:
@@ -512,9 +529,16 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
     elif config.memory.mode != "off" and recompute.select_comm_recompute is False:
         reason = "the planner chooses, among layers that save their part and gather it again"
         found.append(("recompute_config.select_comm_recompute", "what is gathered is kept", reason))
+    rules = [key for key in ("layer_swap", "op_swap") if getattr(swap, key) is not None]
+    if swap.swap and swap.default_prefetch != 1 and rules and not swap.recompute_input:
+        reason = (
+            f"the entries of {' and '.join(rules)} have their own backward_prefetch, and replace the default"
+        )
+        found.append(("swap_config.default_prefetch", str(swap.default_prefetch), reason))
     if parallel.tensor_parallel_size == 1:
         if recompute.recompute_slice_activation:
-            found.append(("recompute_config.recompute_slice_activation", "slices", _NO_COMMUNICATION))
+            reason = _OWN_LAYERS if structure.communicates else _NO_COMMUNICATION
+            found.append(("recompute_config.recompute_slice_activation", "slices", reason))
         if parallel.sequence_parallel_enabled:
             reason = "sequence parallelism splits the tensor-parallel group, whose size is 1"
             found.append(("parallel_config.sequence_parallel_enabled", "true", reason))

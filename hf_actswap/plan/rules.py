@@ -49,6 +49,7 @@ NOT_THE_SAME_TWICE = (
 )
 EXCLUDE_BEATS_ALL = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
 ONLY_MODULES = "only module paths are known of this model"
+OF_FUSED_LAYER = "an op of a fused layer that this model does not have"
 NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
 
 

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.hook_wrappers import Undo, compiled_wrapper, replace_call
+from ..engine.hook_wrappers import Undo, entries, replace_outermost_calls
 from ..engine.install import AppliedPlan
 from ..engine.swapped_storages import NO_HOST_MEMORY
 from ..errors import ActSwapError, short_traceback
 from ..plan.in_words import plan_in_words
-from ..plan.model_structure import unwrapped
 from .oom_guard import DeviceMemoryError, failure_of
 from .phases import Planner
 
@@ -51,11 +50,11 @@ def naming_memory_errors(find: Callable[[], Applied | None]) -> Iterator[None]:
 def name_memory_errors(model: nn.Module, applied: Applied) -> Undo:
     """Name errors of the model's calls, and log a line for those outside of them; return what ends it."""
     names = _CallsByName(applied)
-    called = compiled_wrapper(model, applied.structure)
-    undo = replace_call(unwrapped(model) if called is None else called, names.around)
+    undo = replace_outermost_calls(entries(model, applied.structure), lambda _: names.around)
 
     def end() -> None:
-        undo()
+        for step in undo:
+            step()
         names.ended = True  # PyTorch has no way to take an observer off
 
     return end

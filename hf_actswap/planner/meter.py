@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine.device_allocator import limit_memory, usable_bytes
 from ..engine.hook_wrappers import Undo
 from ..engine.owners import inner_tensors
+from .states.state_storages import state_tensors
 
 
 def runs_its_own_dispatch(types: Iterable[type]) -> bool:
@@ -47,8 +48,7 @@ def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]
         yield tensor.detach()
         if tensor.grad is not None:
             yield tensor.grad
-    for state in getattr(optimizer, "state", {}).values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    yield from (tensor for _, tensor in state_tensors(optimizer))
 
 
 class Meter(Protocol):

@@ -58,12 +58,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
-from ..engine.hook_wrappers import Undo, replace_call, replace_forward
+from ..engine.hook_wrappers import Undo, Wrapper, replace_call, replace_forward
 from ..engine.replay import random_state, set_random_state
 from ..engine.stats import gib_text
 from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry
+from ..plan.model_structure import unwrapped
 from ..plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..plan.wrappers import FSDP2_METHOD, is_compiled, uncompiled
 from .meter import Meter, StartedMode, runs_its_own_dispatch
@@ -565,12 +566,9 @@ class Retry:
         self._exchanges = CommunicationCheck(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
-    def around(self, module: nn.Module) -> list[Undo]:
-
-        def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
-
-        return [replace_call(module, tried_twice)]
+    def around(self, module: nn.Module) -> Wrapper:
+        """Return what wraps the calls of a module, by which the model is entered."""
+        return lambda inner: lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
 
     @short_traceback
     def forward(
@@ -590,7 +588,7 @@ class Retry:
     ) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        if self._ahead(args, kwargs):
+        if module is unwrapped(self._model) and self._ahead(args, kwargs):
             return module(*args, **kwargs)
         call = self._exchanges.learned_from(call)
         if not self._ready():

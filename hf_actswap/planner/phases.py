@@ -477,10 +477,9 @@ class Planner:
         return phase
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, again if memory runs out; a forward alone is retried
-        anywhere.
+        """Run forward and backward (``step``, and nothing else) of a micro-batch, again if memory runs out.
 
-        ``step`` runs both, and nothing else that must not happen twice.
+        A forward alone is retried anywhere.
 
         Raises:
             DeviceMemoryError: the micro-batch cannot be run again, and the text says why.
@@ -493,7 +492,8 @@ class Planner:
 
     @uninterrupted()
     def remove(self) -> None:
-        """Take everything off the model. Safe to call again."""
+        """Take everything off the model; not inside ``torch.inference_mode()``. Safe to call again."""
+        self._run.check_removable()
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         self._run.close()
@@ -769,11 +769,11 @@ class Planner:
     def _missed_budget(self) -> BudgetError | None:
         """Remove the planner if a first step ran out of the budget itself, as on a CPU; return the error."""
         run, asked_gib = self._run, self._run.training.memory.budget_gib
-        if not isinstance(self._phase, WarmUp) or self._last is not None or asked_gib is None:
+        later = not isinstance(self._phase, WarmUp) or self._last is not None
+        if later or asked_gib is None or run.meter.limit_bytes() > round(asked_gib * GIB):
             return None
-        if run.meter.limit_bytes() > round(asked_gib * GIB):
-            return None
-        self.remove()
+        if run.is_removable:
+            self.remove()
         return run.budget_error(run.guard.least_budget_bytes)
 
     def _settle(self, search: SearchPhase) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import nn
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
 from ..engine.frozen_weights import FrozenWeights
-from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
+from ..engine.hook_wrappers import Before, Undo, Wrapper, entries, replace_outermost_calls
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats
 from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
-from ..errors import ActSwapError
+from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, Scope, Tile
 from ..plan.dry_run import is_dry
@@ -155,9 +156,11 @@ class Run:
     _evicted_bytes: int = 0
     _states_stall_ms: float = 0.0
     _of_weights: SwapStats = field(default_factory=SwapStats)
+    _layers: Mapping[Scope, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = ModeLog(self.name)
+        self._layers = self.training.structure.layer_modules(unwrapped(self.training.model))
         if self.weights is not None:
             self._of_weights = self.weights.stats()
 
@@ -176,6 +179,25 @@ class Run:
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
         return total if self.weights is None else total.with_weights(self.weights.stats() - self._of_weights)
+
+    def check_layers(self) -> None:
+        structure, root = self.training.structure, unwrapped(self.training.model)
+        if problems := structure.replaced_layers(root, self._layers):
+            raise PlanError(problems)
+
+    @property
+    def is_removable(self) -> bool:
+        """Whether dispatch modes can be left now, or none is on.
+
+        At the end of ``torch.inference_mode()`` PyTorch's dispatch state comes back as before the block: with
+        modes that were left meanwhile, so that every ``torch.empty`` of the process would fail.
+        """
+        return not (self.guarded and torch.is_inference_mode_enabled())
+
+    def check_removable(self) -> None:
+        if not self.is_removable:
+            hint = "Call remove() after the block."
+            raise PlanError([Problem("remove", "no torch.inference_mode() around it", "one", hint)])
 
     def resting_bytes(self) -> int:
         """Return what is on the device between backward and the optimizer's step, whatever the plan."""
@@ -292,26 +314,18 @@ class Run:
         self._past += applied.stats()
         applied.remove()
 
-    @property
-    def forward_module(self) -> nn.Module:
-        """The module whose call is a forward: the model inside its wrappers, or its compiled wrapper."""
-        compiled = compiled_wrapper(self.training.model, self.training.structure)
-        # No `or`: a module may have no truth value.
-        return unwrapped(self.training.model) if compiled is None else compiled
-
     @uninterrupted()
-    def watch(self, before: Before, wrapper: Callable[[nn.Module], list[Undo]]) -> None:
+    def watch(self, before: Before, wrapper: Callable[[nn.Module], Wrapper]) -> None:
         """Run code at each forward of the model, outside all other wrappers of the planner and its plans.
 
         Args:
             before: called ahead of each forward, before PyTorch collects hooks, so that it may change them.
-            wrapper: wraps the calls of a module; returns functions that undo this.
+            wrapper: returns what wraps the calls of a module.
         """
         self.unwrap()
-        self._watching = [
-            lambda: ahead_of_calls(self.forward_module, before),
-            lambda: wrapper(self.forward_module),
-        ]
+        called = entries(self.training.model, self.training.structure)
+        wrappers = (partial(ahead_of_calls, before), wrapper)
+        self._watching = [partial(replace_outermost_calls, called, one) for one in wrappers]
         self.wrap()
 
     @uninterrupted()
@@ -354,6 +368,8 @@ class Run:
         return 0 if self.training.optimizer is None else state_bytes_beside_weights(self.training.optimizer)
 
     def step_starts(self) -> None:
+        """Begin to measure a step. Raises `PlanError` if the model has other layers than at the start."""
+        self.check_layers()
         self.meter.reset_peak()
         self.guard.missing_bytes = 0
         self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
@@ -404,8 +420,8 @@ class Run:
         self.guarded = on
 
 
-def ahead_of_calls(module: nn.Module, before: Before) -> list[Undo]:
-    """Call ``before`` ahead of each call of ``module``, before PyTorch collects the module's hooks.
+def ahead_of_calls(before: Before, module: nn.Module) -> Wrapper:
+    """Return what calls ``before`` ahead of each call of ``module``, before PyTorch collects its hooks.
 
     Calls on fake tensors are left out: they train nothing, and may come inside a real call.
     """
@@ -418,4 +434,4 @@ def ahead_of_calls(module: nn.Module, before: Before) -> list[Undo]:
 
         return call
 
-    return [replace_call(module, watched)]
+    return watched

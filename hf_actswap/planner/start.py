@@ -62,6 +62,7 @@ from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_states import (
     OptimizerStates,
+    after_steps,
     expected_state_bytes,
     inner_optimizer,
     is_streamed,
@@ -383,8 +384,7 @@ def start_planner(
         batches = model.register_forward_pre_hook(Hook(paper.forward_starts), with_kwargs=True)
         planner.on_remove(batches.remove)
         if optimizer is not None and training.counts_steps:
-            steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
-            planner.on_remove(steps.remove)
+            planner.on_remove(after_steps(optimizer, planner.step_ended))
     return planner
 
 

@@ -133,7 +133,8 @@ class PlannerBar(Bar):
 def console_logging(logger: logging.Logger) -> Iterator[None]:
     """Let INFO lines of ``logger`` reach the console where the program has not configured logging at all.
 
-    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself.
+    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself. A
+    level that it has set on ``logger``, or on one above it, stays.
     """
     if logger.hasHandlers():
         yield
@@ -141,12 +142,23 @@ def console_logging(logger: logging.Logger) -> Iterator[None]:
     handler, level = logging.StreamHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if not _has_level(logger):
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _has_level(logger: logging.Logger) -> bool:
+    """Whether the program has set a level for ``logger``; the root's is a warning where it has not."""
+    one: logging.Logger | None = logger
+    while one is not None:
+        if one.level != (logging.NOTSET if one.parent is not None else logging.WARNING):
+            return True
+        one = one.parent
+    return False
 
 
 def plan_summary(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:

@@ -41,15 +41,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..engine import AppliedPlan
-from ..engine.hook_wrappers import Undo, replace_call
-from ..engine.replay import CallState
+from ..engine.hook_wrappers import Undo, Wrapper, entries_to, replace_outermost_calls
+from ..engine.replay import CallState, running_backward
 from ..engine.tiled_calls import Exchangeable, first_order_only, zero_sum
 from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
 from ..parallel.decoder_layers import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
-from ..plan.dry_run import hooks_off
+from ..plan.dry_run import hooks_off, is_dry
 from ..plan.model_structure import ModelStructure, device_of
 from ..planner.oom_guard import DeviceMemoryError, attempt
 from .host_sequence import HostSequence, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
@@ -257,9 +257,34 @@ def stream_sequences(
         transfer: copies between device and host; ``None``: that of the plan.
         choose: called before the first training call with its rows and tokens per row; may change the plan.
     """
-    return replace_call(
-        root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer, choose).call
-    )
+
+    def around(module: nn.Module) -> Wrapper:
+        if module is not root:
+            return _rejecting_parts
+        return lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer, choose).call
+
+    undo = replace_outermost_calls(entries_to(root, applied.structure.stack_paths), around)
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
+    return restore
+
+
+def _rejecting_parts(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Reject a training call of a part of the model, whose loss is computed from the whole sequence."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        in_backward = running_backward() != -1  # of a chunk
+        if torch.is_grad_enabled() and not (in_backward or is_dry(args, kwargs)):
+            hint = "Call the model with labels, or leave stream_config out."
+            raise PlanError(
+                [Problem("stream_config", "a call of the model itself", "one of a part of it", hint)]
+            )
+        return inner(*args, **kwargs)
+
+    return call
 
 
 class NoLogitsError(PlanError, AttributeError):

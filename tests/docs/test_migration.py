@@ -45,7 +45,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_there_is_a_page_for_each() -> None:
-    assert [page.stem for page in PAGES] == ["mindformers", "mindspeed", "nxd", "trl"]
+    assert [page.stem for page in PAGES] == ["flags", "mindformers", "mindspeed", "nxd", "trl"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -72,6 +72,27 @@ def test_a_stack_that_the_batch_does_not_reach(caplog: pytest.LogCaptureFixture)
     ]
 
 
+@pytest.mark.parametrize("plan", [plan_of(*swap_rows([""], [0])), plan_of(*recompute_rows([""], [0]))])
+def test_layers_left_out_at_random(plan: MemoryPlan, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = OPTConfig(vocab_size=64, max_position_embeddings=64, layerdrop=0.5, **sizes)
+    entered: set[bool] = set()
+    for seed in range(4):
+        model = OPTForCausalLM(config).train()
+        calls: list[int] = []
+        model.model.decoder.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.manual_seed(seed)
+        applied = on(model, plan)
+        for step in range(6):
+            one_step(model, step)
+            if not step:
+                entered.add(bool(calls))
+        applied.remove()
+        assert calls
+    assert entered == {False, True}
+    assert warnings_in(caplog) == []
+
+
 def test_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama().eval()
     with apply(model, swap_everything()), torch.no_grad():

@@ -299,15 +299,78 @@ def test_saving_needs_no_device(tmp_path: Any) -> None:
         assert (tmp_path / "whole" / "model.safetensors").exists()
 
 
-def test_weights_that_are_loaded_meanwhile_are_used() -> None:
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def _load_other_tensors(model: nn.Module) -> None:
+    state = {name: value * 1.5 for name, value in model.state_dict().items() if "up_proj" in name}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+def _write_data(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def _replace_data(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if "down_proj" in name:
+            weight.data = weight.data * 1.5
+
+
+def _merge(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+    model.merge_adapter(safe_merge=True)
+    model.unmerge_adapter()
+
+
+WRITES = {
+    "load_state_dict": _load,
+    "load_state_dict(assign=True)": _load_other_tensors,
+    "weight.data.mul_": _write_data,
+    "weight.data = ...": _replace_data,
+    "PEFT merges": _merge,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+@pytest.mark.parametrize("then", ["train", "evaluate"])
+def test_weights_that_are_written_meanwhile_are_used(write: Callable[[nn.Module], None], then: str) -> None:
     model, bare = lora_llama(), lora_llama()
     with applied_to(model, transfer=RecordingTransfer()):
-        one_step(model)
-        other = {name: value * 1.5 for name, value in bare.state_dict().items()}
         for one in (model, bare):
-            one.load_state_dict(other)
-        for step in range(2):
+            one_step(one)
+            write(one)
+        for step in range(2 if then == "train" else 0):
             assert_bitwise_equal(gradients_of_step(model, step), gradients_of_step(bare, step))
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=batch(5)).logits, bare(input_ids=batch(5)).logits)
+    for found, expected in zip(model.state_dict().values(), bare.state_dict().values(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_merged_weights_are_used_at_once() -> None:
+    model, bare = lora_llama(), lora_llama()
+    with applied_to(model, transfer=RecordingTransfer()), torch.no_grad():
+        for one in (model, bare):
+            with torch.enable_grad():
+                one_step(one)
+        merged, expected = model.merge_and_unload(), bare.merge_and_unload()
+        assert torch.equal(merged(input_ids=batch(0)).logits, expected(input_ids=batch(0)).logits)
+
+
+def test_weights_of_another_dtype_are_rejected() -> None:
+    model = lora_llama()
+    with applied_to(model):
+        one_step(model)
+        weight = model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight
+        before = weight.data
+        weight.data = before.half()
+        with pytest.raises(PlanError, match=r"up_proj.base_layer.weight: expected torch.float32, .*float16"):
+            forward(model)
+        weight.data = before
 
 
 def test_a_write_between_forward_and_backward_is_an_error() -> None:

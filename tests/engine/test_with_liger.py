@@ -83,16 +83,16 @@ def test_compiled_kernels(case: str, on_accelerator: dict[str, list[str]]) -> No
 
 def test_the_structure_gives_no_kernel_the_address_of_fake_memory() -> None:
     """Catches a recording in which a Triton kernel would run on address 0 and end the CUDA context."""
-    addresses: list[int] = []
+    called: list[type] = []
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        addresses.append(x.data_ptr())
+        assert x.data_ptr()
+        called.append(type(x))
         return x * 2
 
     model = llama_with(kernel, [1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of it, and goes on
         shape = model_structure(model)
-    assert addresses == []
-    assert not shape.functions_known
-    assert "data pointer" in shape.why_not
+    assert called == [torch.Tensor]  # in the small forward on the device that records instead
+    assert shape.functions_known

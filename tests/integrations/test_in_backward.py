@@ -22,12 +22,12 @@ UNCLIPPED = {"max_grad_norm": 0.0, "max_steps": 6}
 
 
 class CountsGradients(TrainerCallback):
-    """Notes how many gradients there are when the optimizer is about to step."""
+    """Notes how many gradients there are when the optimizer has stepped, before they would be zeroed."""
 
     def __init__(self) -> None:
         self.found: list[int] = []
 
-    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+    def on_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.found.append(sum(item.grad is not None for item in model.parameters()))
 
 
@@ -61,6 +61,19 @@ def test_the_numbers_of_a_plain_run(make_trainer: Make, settings: dict[str, Any]
     assert counts.found == [0] * 6
     assert_same(trainer, plain)
     assert not any(item._post_accumulate_grad_hooks for item in trainer.model.parameters())
+
+
+class EditsGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        for item in model.parameters():
+            item.grad.mul_(0.5)
+
+
+def test_a_callback_that_edits_gradients_is_rejected_by_name(make_trainer: Make) -> None:
+    trainer = make_trainer(ON, **UNCLIPPED)
+    trainer.add_callback(EditsGradients())
+    with pytest.raises(PlanError, match=r"no callback with on_pre_optimizer_step.*found .*EditsGradients"):
+        trainer.train()
 
 
 def test_killed_and_resumed(make_trainer: Make, tmp_path: Path) -> None:

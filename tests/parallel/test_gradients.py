@@ -42,6 +42,24 @@ MAX_NORM, STEPS = 0.05, 5
 PAIRS, ALL = [[0, 1], [2, 3]], [[0, 1, 2, 3]]
 
 
+SUMMED_BY = ("ours", "user", "both", "guide", "ours, then guide", "guide, then ours")
+
+
+def allreduce_of_the_guide(optimizer: torch.optim.Optimizer) -> None:
+    """The function of NxD's guide as it stands there, with only its import changed."""
+    grads = []
+    for param_group in optimizer.__getstate__()["param_groups"]:
+        for group, params in param_group.items():
+            if group == "params":
+                for p in params:
+                    if isinstance(p, torch.Tensor) and p.grad is not None:
+                        sequence_parallel_param = getattr(p, "sequence_parallel_enabled", False)
+                        if sequence_parallel_param:
+                            grads.append(p.grad.data)
+    for grad in grads:
+        reduce_from_tensor_model_parallel_region(grad)
+
+
 class Toy(nn.Module):
     """A norm on this rank's tokens, a gather, this rank's rows of a weight; whole without a group.
 
@@ -111,12 +129,20 @@ def accumulation(group: dist.ProcessGroup) -> dict[str, Any]:
     def run(who: str, micro_batches: int) -> list[dict[str, torch.Tensor | None]]:
         toy, found = Toy(group), []
         optimizer = torch.optim.AdamW(toy.parameters())
-        ours = TaggedGradients(toy, group) if who in ("ours", "both") else None
+        ours = TaggedGradients(toy, group) if who not in ("user", "nobody") else None
         for step in range(2):
             for number in range(micro_batches):
                 toy(batch(step + number)).backward()
-            if ours is not None:
+            if who in ("ours", "both"):
                 ours.reduce()
+            if who in ("guide", "ours, then guide", "guide, then ours"):
+                if who == "ours, then guide":
+                    ours.reduce()
+                with tensor_parallel_group(group):
+                    allreduce_of_the_guide(optimizer)
+                    allreduce_of_the_guide(optimizer)
+                if who == "guide, then ours":
+                    ours.reduce()
             if who in ("user", "both"):
                 allreduce_sequence_parallel_gradients(optimizer, group)
                 for parameter in toy.parameters():  # as clipping does
@@ -127,7 +153,7 @@ def accumulation(group: dist.ProcessGroup) -> dict[str, Any]:
             optimizer.zero_grad()
         return found
 
-    return {f"{who} {n}": run(who, n) for who in ("ours", "user", "both", "nobody") for n in (1, 2, 3)}
+    return {f"{who} {n}": run(who, n) for who in (*SUMMED_BY, "nobody") for n in (1, 2, 3)}
 
 
 def training(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -423,7 +449,7 @@ def one_process(micro_batches: int, step: int = 0) -> dict[str, Any]:
 @dist_test
 @pytest.mark.parametrize("size", GROUPS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-@pytest.mark.parametrize("who", ["ours", "user", "both"])
+@pytest.mark.parametrize("who", SUMMED_BY)
 def test_every_gradient_is_that_of_one_process(who: str, micro_batches: int, size: int, folder: Path) -> None:
     """Spec: golden case G12."""
     for group in by_rank(folder, "accumulation", size):

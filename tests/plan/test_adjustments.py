@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from hf_actswap import MemoryPlan
+from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
 from hf_actswap.plan import Adjustment
+from tests.engine.tiny_models import tiny
 from tests.plan.documents import (
     EXCLUDE_BEATS,
     FIRST_WINS,
@@ -310,3 +311,27 @@ def test_all_swap_is_not_lost_where_inputs_are_swapped(plan_of: PlanOf) -> None:
     assert plan_of(swap({"recompute": True})).warnings == (lost,)
     assert plan_of(swap({"recompute": True}, recompute_input=True)).warnings == ()
     assert plan_of(swap({"recompute": True}, recompute_input=False)).warnings == (lost,)
+
+
+FUSED = "an op of a fused layer that this model does not have"
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "targets", "said"),
+    [
+        ("Llama", r"attention\.w_qkv", (), FUSED),
+        ("Llama", r"attention\.w_qkv\.reshape", (), FUSED),
+        ("Llama", r"feed_forward\.w_gate_hidden\.reshape", (), FUSED),
+        ("Llama", r"feed_forward\.activate\.silu", ("mlp.act_fn.silu",), ""),
+        ("Phi3", r"attention\.w_qkv", ("self_attn.qkv_proj",), ""),
+        ("Phi3", r"attention\.w_qkv\.matmul", ("self_attn.qkv_proj.linear",), ""),
+        ("Phi3", r"feed_forward\.w_gate_hidden", ("mlp.gate_up_proj",), ""),
+        ("Phi3", r"feed_forward\.w_gate_hidden\.reshape", (), NO_COUNTERPART),
+    ],
+)
+def test_names_of_fused_layers(family: str, path: str, targets: tuple[str, ...], said: str) -> None:
+    model = tiny(family, **({"pad_token_id": 0} if family == "Phi3" else {}))
+    config = load_config({"profiler_level": 1, "recompute_config": {"select_recompute": {path: True}}})
+    plan = resolve_plan(config, model_structure(model))
+    assert {row.op_path for row in plan.rows} == set(targets)
+    assert [item.reason for item in plan.adjustments] == ([said] if said else [])

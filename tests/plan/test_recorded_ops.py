@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaModel
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
+from hf_actswap import (
+    MemoryPlan,
+    PlanError,
+    adapt_mem_func_wrapper,
+    apply,
+    load_config,
+    model_structure,
+    resolve_plan,
+)
 from hf_actswap.plan import ModelStructure, PlanRow
 from hf_actswap.plan.opnames import OpStack
+from tests.engine.tiny_models import NUM_LAYERS, one_step, snapshot, tiny_llama
 
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
@@ -196,7 +207,7 @@ def test_unknown_family_trains_under_a_plan() -> None:
 
 
 def test_hostile_code_leaves_module_paths() -> None:
-    model = OwnDecoder(hostile=True)
+    model = OwnDecoder(hostile=True).to("meta")  # where a small forward cannot be run
     shape = model_structure(model)
     assert not shape.functions_known
     assert shape.why_not.startswith("DataDependentOutputException: ")
@@ -209,8 +220,68 @@ def test_hostile_code_leaves_module_paths() -> None:
         "Some that exist: self_attn, self_attn.qkv, self_attn.out, self_attn.flash_attention, wide, gate, "
         "narrow, attention, attention.flash_attention, attention.flash_attention.flash_attention, "
         "attention.wq, attention.wk. "
-        f"Only module paths are known of this model ({shape.why_not})."
+        f"Only module paths are known of this model ({shape.why_not}). If an operator there has no fake "
+        "implementation, give it one (torch.library.register_fake)."
     ]
+
+
+class Foreign(torch.autograd.Function):
+    """Stands for an extension that reads memory and has no fake implementation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class ForeignNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return adapt_mem_func_wrapper(Foreign, x + torch.rand(()))
+
+
+def test_what_fakes_cannot_run_is_recorded_in_a_small_forward(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    model.model.layers[1].mlp.act_fn = ForeignNorm()
+    before, random_numbers = snapshot(model), torch.get_rng_state()
+    with caplog.at_level("INFO"):
+        found = model_structure(model)
+    assert found.functions_known
+    assert found.layers[0].calls == model_structure(plain).layers[0].calls
+    assert "(in model.layers.1.mlp.act_fn" in caplog.text
+    assert "register_fake" in caplog.text
+    assert snapshot(model) == before
+    assert model.model.layers[1].mlp.act_fn.calls == 0
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    with apply(model, {"recompute_config": {"select_recompute": True}}) as applied:
+        one_step(model)
+        assert applied.stats().recomputes >= 2 * (NUM_LAYERS - 1)
+
+
+class OtherNames(LlamaModel):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(input_ids=tokens, use_cache=False)
+
+
+class WithoutUseCache(LlamaModel):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids=input_ids, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", [OtherNames, WithoutUseCache])
+def test_a_forward_without_the_usual_arguments(kind: type[LlamaModel]) -> None:
+    config = tiny_llama().config
+    found, expected = model_structure(kind(config)), model_structure(LlamaModel(config))
+    assert found.functions_known
+    assert found.layers == expected.layers
 
 
 def test_hostile_code_trains_under_module_paths() -> None:

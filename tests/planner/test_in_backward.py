@@ -185,6 +185,29 @@ def test_clipping_by_value() -> None:
     assert_same(actual, expected)
 
 
+CLIPS = {
+    "norm": lambda *given: torch.nn.utils.clip_grad_norm_(*given),
+    "norm, imported before": clip_grad_norm_,
+    "value": lambda *given: torch.nn.utils.clip_grad_value_(*given),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=list(CLIPS))
+def test_clipping_after_backward_is_rejected(clip: Callable[..., Any]) -> None:
+    before = dict(vars(torch.nn.utils.clip_grad))
+    training, other = Training(torch.optim.AdamW, managed=False), Training(torch.optim.AdamW, managed=False)
+    stepping = in_backward(training)
+    training.backwards()
+    other.backwards()
+    clip(other.model.parameters(), 1.0)
+    with pytest.raises(
+        OptimizerInBackwardError, match="in_backward_clip_value or in_backward_clip_last_norm"
+    ):
+        clip(training.model.parameters(), 1.0)
+    stepping.remove()
+    assert dict(vars(torch.nn.utils.clip_grad)) == before
+
+
 def test_clipping_by_the_norm_of_the_step_before() -> None:
     """By hand: the gradients of a step are scaled by what the norm of the step before asks for."""
     expected, actual = Training(managed=False), Training(managed=False)

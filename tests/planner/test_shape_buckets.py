@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from hf_actswap import PlanError, model_structure
 from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
+from hf_actswap.engine.hook_wrappers import replace_outermost_calls
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan import MemoryPlan
 from hf_actswap.planner import CountingMeter, Profile, planning, profile_from_shapes, stable
@@ -204,7 +206,7 @@ def test_a_plan_that_comes_back_ahead_of_a_call_acts_in_it(name: str) -> None:
     kept_in_forward(model)  # it measures
     expected = kept_in_forward(model)
     applied.suspend()
-    undo = ahead_of_calls(model, lambda *_: applied.resume())
+    undo = replace_outermost_calls([model], partial(ahead_of_calls, lambda *_: applied.resume()))
     assert kept_in_forward(model) == expected < whole
     for step in undo:
         step()

@@ -52,6 +52,50 @@ def test_a_bare_run_is_wikitext_with_the_default_swap() -> None:
     assert args.ddp_find_unused_parameters is False
 
 
+@pytest.mark.parametrize("how", ["positional", "--actswap"])
+def test_both_ways_to_name_a_file_are_the_same(write: Any, here: list[str], how: str) -> None:
+    file = write(CASE)
+    model, _, args = parse_arguments([file, *here] if how == "positional" else ["--actswap", file, *here])
+    assert args.actswap == CASE
+    assert model.num_layers == 4
+
+
+def test_a_folder_is_read_like_a_file(tmp_path: Path, here: list[str]) -> None:
+    (tmp_path / "actswap_config.yaml").write_text(yaml.safe_dump(CASE), encoding="utf-8")
+    model, _, args = parse_arguments(["--actswap", str(tmp_path), *here])
+    assert args.actswap["swap_config"]["default_prefetch"] == 10
+    assert model.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["actswap.swap_config.default_prefetch=2"],
+        ["--actswap.swap_config.default_prefetch", "2"],
+        ["--swap_config.default_prefetch=2"],
+        ["--swap_config.default_prefetch", "2"],
+    ],
+)
+@pytest.mark.parametrize("how", ["positional", "--actswap"])
+def test_single_keys_on_the_command_line(write: Any, here: list[str], how: str, words: list[str]) -> None:
+    file = write(CASE)
+    given = [file] if how == "positional" else ["--actswap", file]
+    _, _, args = parse_arguments([*given, *here, *words, "--recompute_config.select_recompute=[0, 2]"])
+    assert args.actswap["swap_config"] == {"swap": True, "default_prefetch": 2}
+    assert args.actswap["recompute_config"] == {"recompute": False, "select_recompute": [0, 2]}
+    assert args.actswap["model"] == CASE["model"]
+
+
+def test_single_keys_without_a_file(here: list[str]) -> None:
+    _, _, args = parse_arguments([*here, "--memory.host_memory_gib=4"])
+    assert args.actswap == {"swap_config": {"swap": True}, "memory": {"host_memory_gib": 4}}
+
+
+def test_single_keys_need_a_configuration(here: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a configuration in which to set a key"):
+        parse_arguments(["--actswap", "none", *here, "--swap_config.swap=true"])
+
+
 def test_a_documents_file_is_passed_on_as_it_is(write: Any, here: list[str]) -> None:
     model, _, args = parse_arguments([write(CASE), *here])
     assert args.actswap == CASE

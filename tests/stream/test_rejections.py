@@ -460,3 +460,13 @@ def test_auto_is_by_heads() -> None:
     assert auto_tokens(32, 32) == 16_384
     assert auto_tokens(32, 8) == 4096
     assert auto_tokens(64, 2) == 2048
+
+
+def test_a_call_of_the_decoder_alone_is_rejected() -> None:
+    model = made("llama")
+    with apply(model, {"stream_config": {"tokens": 8}}):
+        ids = torch.zeros(2, LENGTH, dtype=torch.long)
+        with pytest.raises(PlanError, match="a call of the model itself, found one of a part of it"):
+            model.model(input_ids=ids)
+        with torch.no_grad():
+            model.model(input_ids=ids)

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ...engine.frozen_weights import FrozenWeights, weights_of
-from ...engine.hook_wrappers import compiled_wrapper, wrap_call
+from ...engine.hook_wrappers import entries, wrap_call, wrap_outermost_calls
 from ...engine.link import Link
 from ...engine.owners import inner_tensors
 from ...engine.replay import (
@@ -435,9 +435,8 @@ class StepRecorder:
         self._root, self._structure = unwrapped(model), structure.decoder
         self._meter, self._clock = meter, clock
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
-        called = compiled_wrapper(model, structure) if compiles else None
-        self._called = self._root if called is None else called
-        self._whole = called is not None
+        self._whole = compiles and structure.compiled
+        self._entries = entries(model, structure) if compiles else [self._root]
         opaque = compiles and any(is_compiled(module) for module in model.modules())
         if device is None:
             device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
@@ -481,7 +480,7 @@ class StepRecorder:
         if self._started:
             return
         self._started = True
-        self._undo = wrap_call(self._called, self._forward_starts, self._leave_forward)
+        self._undo = wrap_outermost_calls(self._entries, self._forward_starts, self._leave_forward)
         if self._watch is not None:
             self._watch.__enter__()
 

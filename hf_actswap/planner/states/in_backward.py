@@ -18,6 +18,8 @@ clipping by the norm of this step, a gradient scaler, sums over ranks after back
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config.schema import MemoryConfig
 from ...engine.agreement import world_size
-from ...engine.hook_wrappers import Undo, wrap_call
+from ...engine.hook_wrappers import Undo, replace_method, wrap_call
 from ...errors import ActSwapError, PlanError, Problem
 from ...plan.dry_run import is_dry
 from .optimizer_states import STREAMED, OptimizerStates, inner_optimizer, step_part
@@ -49,6 +51,12 @@ _ACCUMULATED = Problem(
     "optimizer.step() after each backward",
     "a second backward before it",
     "Only Accelerate says which micro-batch is the last: use accelerator.accumulate, or the Trainer.",
+)
+_CLIPPED = Problem(
+    KEY,
+    "no clipping after backward",
+    "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ (Accelerate calls them), which finds no gradient",
+    "memory.in_backward_clip_value or in_backward_clip_last_norm clips in backward.",
 )
 _SCALED = Problem(KEY, "gradients that are not scaled", "a gradient scaler (fp16)", "Use bf16.")
 
@@ -104,6 +112,15 @@ class OptimizerInBackward:
         self._undo.append(optimizer.register_step_pre_hook(self._step_starts).remove)
         self._undo.append(optimizer.register_step_post_hook(self._step_ended).remove)
         self._undo += wrap_call(self._model, self._forward_starts, lambda *_: None)
+        # `clip_grad_norm_` finds the first in its module, also if it was imported from there before.
+        inner: Any = sys.modules["torch.nn.utils.clip_grad"]
+        for module, name in (
+            (inner, "_clip_grads_with_norm_"),
+            (inner, "clip_grad_value_"),
+            (torch.nn.utils, "clip_grad_value_"),
+        ):
+            if hasattr(module, name):
+                self._undo.append(replace_method(module, name, self._rejecting))
         if (states := self._states()) is not None:
             states.in_backward = True
         logger.info("The optimizer steps each parameter in backward, as soon as its gradient is complete.")
@@ -145,6 +162,16 @@ class OptimizerInBackward:
                 gradient.clamp_(-memory.in_backward_clip_value, memory.in_backward_clip_value)
             if memory.in_backward_clip_last_norm is not None and self.grad_norm is not None:
                 gradient.mul_((memory.in_backward_clip_last_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+
+    def _rejecting(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clipping(parameters: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            # with an infinite limit the Trainer asks for the norm alone
+            if math.isfinite(limit) and any(parameter in self._stepped for parameter in given):
+                raise OptimizerInBackwardError([_CLIPPED])
+            return clip(given, limit, *args, **kwargs)
+
+        return clipping
 
     def _step_starts(self, *_: object) -> None:
         for parameter in self._groups:

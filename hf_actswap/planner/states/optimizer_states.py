@@ -37,7 +37,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -45,14 +45,21 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from ...engine.hook_wrappers import Undo, wrap_call
+from ...engine.hook_wrappers import Undo, entries_to, replace_method, wrap_call, wrap_outermost_calls
 from ...engine.host_pool import HostPool
 from ...engine.stats import Counters, SwapStats, gib_text
 from ...engine.tickets import View
 from ...engine.transfer import Transfer
 from ...errors import PlanError, Problem
 from ...plan.wrappers import is_compiled
-from .state_storages import StateResidence, StateStorage, WatchedStates, of_optimizer, plain_tensors
+from .state_storages import (
+    StateResidence,
+    StateStorage,
+    WatchedStates,
+    of_optimizer,
+    plain_tensors,
+    state_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -222,14 +229,41 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def after_steps(optimizer: Any, ended: Callable[[], None]) -> Undo:
+    """Call ``ended`` after each step of an optimizer; return what ends this.
+
+    An optimizer that is no ``torch.optim.Optimizer`` has no hooks: its ``step`` is wrapped.
+    """
+    inner = inner_optimizer(optimizer)
+    if hasattr(inner, "register_step_post_hook"):
+        remove: Undo = inner.register_step_post_hook(lambda *_: ended()).remove
+        return remove
+
+    def around(step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            ended()
+            return result
+
+        return stepping
+
+    return replace_method(inner, "step", around)
+
+
 def state_bytes_beside_weights(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of an optimizer's states that are on the devices of their parameters."""
+    first = next((weight for group in _groups(optimizer) for weight in group["params"]), None)
     return sum(
         value.nbytes
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.device == parameter.device
+        for key, value in state_tensors(optimizer)
+        for weight in (key if isinstance(key, torch.Tensor) else first,)
+        if weight is None or value.device == weight.device
     )
+
+
+def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
+    return getattr(optimizer, "param_groups", ())  # which an optimizer that is not PyTorch's may not have
 
 
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
@@ -515,7 +549,11 @@ class OptimizerStates:
         post_hook = optimizer.register_step_post_hook(self._step_ended)
         _ordered(optimizer._optimizer_step_post_hooks).move_to_end(post_hook.id, last=False)
         self._undo += [self._pre_hook.remove, post_hook.remove, *self._checkpoints.attach()]
-        self._undo += wrap_call(self._model, self._forward_starts, _nothing)
+        first = [
+            name.rpartition(".")[0] for name, one in self._model.named_modules() if one in self._layers[:1]
+        ]
+        called = entries_to(self._model, first)
+        self._undo += wrap_outermost_calls(called, self._forward_starts, _nothing)
         for index, layer in enumerate(self._layers):
             self._undo += wrap_call(layer, self._layer_starts(index), _nothing)
         for parameter in of_optimizer(optimizer):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ...engine.device_allocator import free_bytes
 from ...engine.host_pool import HostBuffer, HostPool
@@ -470,6 +471,16 @@ class StateResidence:
         storage.abandon()
         self.transfer.host_reader_done(storage.host)
         self._pool.give_back(storage.host)
+
+
+def state_tensors(optimizer: Any) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    """Yield (key, tensor) for each tensor in an optimizer's states.
+
+    A key is a parameter, or whatever else the optimizer uses (PEFT's LoRA-FA: names).
+    """
+    states = getattr(optimizer, "state", None)
+    for key, state in states.items() if isinstance(states, Mapping) else ():
+        yield from ((key, leaf) for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -86,14 +86,17 @@ def checkpointing_argument() -> str:
     return "activation_checkpointing" if release >= (5, 23) else "gradient_checkpointing"
 
 
-def without_checkpointing(model: nn.Module) -> Callable[[], None]:
-    """Switch gradient checkpointing off in all layers; return a function that switches it on again."""
+PLANNER_DECIDES = "while the planner decides what is recomputed; it is on again after it"
+
+
+def without_checkpointing(model: nn.Module, reason: str = PLANNER_DECIDES) -> Callable[[], None]:
+    """Switch gradient checkpointing off in all layers; return a function that switches it on again.
+
+    Logs that it is off, with the reason; an empty one is not logged.
+    """
     on = [module for module in model.modules() if is_checkpointed(module)]
-    if on:
-        logger.info(
-            "%s is off while the planner decides what is recomputed; it is on again after it.",
-            checkpointing_argument(),
-        )
+    if on and reason:
+        logger.info("%s is off %s.", checkpointing_argument(), reason)
 
     def switch(state: bool) -> None:
         for module in on:

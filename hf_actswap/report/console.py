@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from typing import TypeVar
 
@@ -131,22 +132,60 @@ class PlannerBar(Bar):
 
 @contextmanager
 def console_logging(logger: logging.Logger) -> Iterator[None]:
-    """Let INFO lines of ``logger`` reach the console where the program has not configured logging at all.
+    """Let INFO lines of ``logger`` and of those below it reach the console, whatever the program shows.
 
-    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself.
+    Programs show INFO lines of their own, and of libraries only warnings (Axolotl by filters, also on
+    loggers); these lines are all that is said of a plan. A level or a handler of ``hf_actswap`` itself
+    decides instead.
     """
-    if logger.hasHandlers():
+    own = list(_own_line(logger))
+    if any(item.level or item.handlers for item in own):
         yield
         return
-    handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with ExitStack() as undo:
+        for item in _and_below(logger):
+            undo.callback(setattr, item, "filters", item.filters)
+            item.filters = []
+        if not logger.isEnabledFor(logging.INFO) or not logger.hasHandlers():
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.INFO)
+        line = logger.makeRecord(logger.name, logging.INFO, "", 0, "", (), None)
+        if not logger.hasHandlers() or not any(_shows(handler, line) for handler in _handlers(logger)):
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
+            if logger.hasHandlers():  # they show the warnings
+                handler.addFilter(lambda record: record.levelno < logging.WARNING)
+            logger.addHandler(handler)
+            undo.callback(logger.removeHandler, handler)
         yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+
+
+def _own_line(logger: logging.Logger) -> Iterator[logging.Logger]:
+    """Yield ``logger`` and what is above it, but for the root, which is the program's."""
+    current: logging.Logger | None = logger
+    while current is not None and current is not logging.root:
+        yield current
+        current = current.parent
+
+
+def _and_below(logger: logging.Logger) -> Iterator[logging.Logger]:
+    for name, item in list(logging.root.manager.loggerDict.items()):
+        if isinstance(item, logging.Logger) and (item is logger or name.startswith(f"{logger.name}.")):
+            yield item
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    for item in (*_own_line(logger), logging.root):
+        yield from item.handlers
+        if not item.propagate:
+            return
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether the handler puts the record on the console. One without a stream, as Rich's, is taken to."""
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    there = not isinstance(handler, logging.StreamHandler) or handler.stream in console
+    return there and record.levelno >= handler.level and bool(handler.filter(record))
 
 
 def plan_summary(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:

@@ -31,7 +31,8 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (  # lowest first; a unit imports from lower layers and from itself
-    {"errors", "interrupts", "version"},
+    {"errors", "interrupts", "startup", "version"},
+    {"releases"},
     {"config"},
     {"plan"},
     {"engine", "parallel"},

@@ -25,7 +25,7 @@ class ActSwapArguments(BaseModel):
     actswap: dict[str, Any] | str = "auto"
 
 
-class ActSwapPlugin(BasePlugin):  # type: ignore[misc]
+class ActSwapPlugin(BasePlugin):
     """Gives Axolotl's Trainer an `ActSwapCallback` for the key ``actswap``."""
 
     def get_input_args(self) -> str:
@@ -35,4 +35,4 @@ class ActSwapPlugin(BasePlugin):  # type: ignore[misc]
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[ActSwapCallback]:
         """Return the callback. Raises `ConfigError` or `PlanError` for what is wrong in its configuration."""
         asked = cfg.actswap
-        return [ActSwapCallback(asked.to_dict() if isinstance(asked, dict) else asked)]
+        return [ActSwapCallback(asked.to_dict() if hasattr(asked, "to_dict") else asked)]

@@ -16,10 +16,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
+
+from ..releases import checkpointing_argument
 
 _INSIDE = "_orig_mod"
 
@@ -78,12 +79,6 @@ def parameter_groups(module: Any) -> list[Any]:
 
 
 logger = logging.getLogger(__name__)
-
-
-def checkpointing_argument() -> str:
-    """Return the name of the training argument in the installed transformers, which 5.23 renamed."""
-    release = tuple(int(part) for part in version("transformers").split(".")[:2])
-    return "activation_checkpointing" if release >= (5, 23) else "gradient_checkpointing"
 
 
 PLANNER_DECIDES = "while the planner decides what is recomputed; it is on again after it"

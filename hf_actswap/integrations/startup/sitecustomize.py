@@ -23,7 +23,7 @@ def _start_up() -> Any:
 
 def _act_on_environment(callbacks: ModuleType) -> None:
     """Import the library when the first Trainer is made: by then the program has patched what it patches."""
-    handler: Any = callbacks.CallbackHandler  # type: ignore[attr-defined]
+    handler: Any = callbacks.CallbackHandler
     make = handler.__init__
 
     @functools.wraps(make)

@@ -602,7 +602,8 @@ def _opened_without(
         kind.__init__(self, *args, **kwargs)
         if seed is not None:
             _draw_by_name(self, seed)
-            self._keys_to_ignore_on_load_missing |= {""}  # transformers would list all weights in a warning
+            ignored = set(self._keys_to_ignore_on_load_missing or ())  # a class may have None
+            self._keys_to_ignore_on_load_missing = ignored | {""}  # else all weights are listed in a warning
         for path in foreign:
             taken[path] = self.get_submodule(path)
             self.set_submodule(path, nn.Identity())

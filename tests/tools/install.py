@@ -26,17 +26,19 @@ class Tool:
     Args:
         package: name and version.
         left_out: requirements that cannot be had without a GPU.
-        beside: what its tests take beside it.
+        empty: those of them that it imports all the same: an empty module stands in.
     """
 
     package: str
     left_out: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
 
 TOOLS = {
-    # Built for a CUDA build of PyTorch; images alone need it.
-    "llamafactory": Tool("llamafactory==0.9.5", left_out=("torchvision",)),
+    # Built for a CUDA build of PyTorch; images and sounds alone need them.
+    "llamafactory": Tool(
+        "llamafactory==0.9.5", left_out=("torchvision", "torchaudio"), empty=("torchaudio",)
+    ),
     "swift": Tool("ms-swift==4.6.0"),
     # Its wheels are each built for one CUDA build of PyTorch.
     "axolotl": Tool("axolotl==0.19.0", left_out=("xformers",)),
@@ -69,7 +71,10 @@ def install(tool: Tool, folder: Path) -> Path:
     asked = [python, "-c", _REQUIREMENTS, tool.package.partition("==")[0], *tool.left_out]
     requirements = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
     # In one call with this package: its requirements and the tool's pins must have one answer.
-    pip(TORCH, *requirements, *tool.beside, "--editable", str(ROOT))
+    pip(TORCH, *requirements, "--editable", str(ROOT))
+    for name in tool.empty:
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / f"{name}.py").touch()
     done.touch()
     return python
 

@@ -184,6 +184,8 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
     """Whether the handler puts the record on the console. One without a stream, as Rich's, is taken to."""
     console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    if isinstance(handler, logging.NullHandler):
+        return False
     there = not isinstance(handler, logging.StreamHandler) or handler.stream in console
     return there and record.levelno >= handler.level and bool(handler.filter(record))
 

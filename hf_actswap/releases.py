@@ -59,4 +59,9 @@ def collectives_can_be_traced() -> bool:
     return is_since("torch", "2.13")
 
 
+def compiled_regions_are_called() -> bool:
+    """Whether regional compilation in mixed precision calls compiled layers; before, those of the bare model."""
+    return is_since("accelerate", "1.15")
+
+
 check_installed()

@@ -43,6 +43,7 @@ from ..plan import (
 from ..plan.wrappers import is_checkpointed, is_compiled, without_checkpointing
 from ..planner import OptimizerInBackward, PlannedTraining, Planner
 from ..planner.memory_errors import naming_memory_errors
+from ..releases import compiled_regions_are_called
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
 from ..stream import ChunkBudget
@@ -152,6 +153,12 @@ def called_model(trainer: Any, model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_for(called: nn.Module, bare: nn.Module) -> bool:
+    """Whether what a Trainer calls is a copy of its model in which layers were compiled one by one."""
+    by_trainer = called is not bare and not is_compiled(called)
+    return by_trainer and not any(map(is_compiled, bare.modules()))
+
+
 logger = logging.getLogger(__name__)
 
 _SEVERAL_DEVICES = Problem(
@@ -167,6 +174,12 @@ _CLIPPED_LATER = Problem(
     "0 beside memory.optimizer_in_backward, because no gradient is left to clip after backward",
     "",
     "Set it to 0; memory.in_backward_clip_value or in_backward_clip_last_norm clips in backward.",
+)
+_REGIONS_NOT_CALLED = Problem(
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    "accelerate 1.15 or newer beside a plan",
+    "an older one, whose compiled layers are not called in mixed precision",
+    'pip install "accelerate>=1.15", or compile the layers yourself: layer.compile().',
 )
 _ADDED_LATER = Problem(
     "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
@@ -428,6 +441,9 @@ class ActSwapCallback(TrainerCallback):
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
                     raise ParallelTrainingError([_ADDED_LATER])
+                mixed = args.bf16 or args.fp16
+                if mixed and compiled_for(model, event["model"]) and not compiled_regions_are_called():
+                    raise PlanError([_REGIONS_NOT_CALLED])
                 if config.memory.optimizer_in_backward and args.max_grad_norm:
                     raise PlanError([replace(_CLIPPED_LATER, found=f"{args.max_grad_norm:g}")])
                 with nullcontext() if parallel is None else parallel.whole_model():

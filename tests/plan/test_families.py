@@ -297,7 +297,10 @@ def test_other_families_have_the_references_names(family: str, plan_of: PlanOf) 
         f"{path}.flash_attention" for path in CORES[family]
     ]
     without = [item.layers for item in swap.adjustments if item.reason == NO_COUNTERPART]
-    assert without == ([(0,)] if family == "qwen3_next" else [])
+    # Until some release after 5.2 its linear attention reads values, and only its modules are known.
+    known = not any("only module paths are known" in item.reason for item in swap.adjustments)
+    assert without == ([(0,)] if family == "qwen3_next" and known else [])
+    assert known or family == "qwen3_next"
     plan = plan_of({"recompute_config": {"select_recompute": {"feed_forward": True}}}, family, 2)
     assert tuple(row.op_path for row in plan.rows if row.scope == 1) == FEED_FORWARDS[family]
 

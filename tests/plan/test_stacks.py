@@ -171,7 +171,8 @@ def test_rules_are_for_the_decoder(name: str) -> None:
     assert (shape.path, len(shape.layers)) == (decoder, 2)
     assert [(stack.path, len(stack.layers)) for stack in shape.stacks] == [(other, layers)]
     assert shape.functions_known
-    assert all(layer.calls for stack in (shape, *shape.stacks) for layer in stack.layers)
+    if name != "gemma3" or is_since("transformers", "5.6"):  # before, only the tower's modules are known
+        assert all(layer.calls for stack in (shape, *shape.stacks) for layer in stack.layers)
     plan = resolve_plan(load_config(DEFAULT), shape)
     assert {row.scope for row in plan.rows} == {0, 1}
     kept = f"Layers of {other} are kept: the document's rules are for the decoder, "

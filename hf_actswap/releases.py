@@ -60,7 +60,7 @@ def collectives_can_be_traced() -> bool:
 
 
 def compiled_regions_are_called() -> bool:
-    """Whether regional compilation in mixed precision calls compiled layers; before, those of the bare model."""
+    """Whether regional compilation in mixed precision calls the compiled layers (not the bare model's)."""
     return is_since("accelerate", "1.15")
 
 

@@ -2,6 +2,8 @@
 # make test-all  the same with the slow tests, and those of copies once more with short pieces
 # make docs      the documentation as a site, in site/
 # make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
+# make versions  the quick tests with the oldest releases, those that fine-tuning tools pin, and the newest
+# make tools     trainings inside LLaMA-Factory, ms-swift and Axolotl, with a plan and without (an hour)
 # make oldest    the quick tests with the oldest PyTorch and transformers (gigabytes: that PyTorch brings CUDA along)
 # make peers     TRL's and PEFT's own tests with a plan on every model (an hour)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
@@ -17,6 +19,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+VERSIONS := .venv-versions
+TOOLS := .venv-tools
 REHEARSAL := .venv-rehearsal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A process for each core, whole files: what a file sets up is set up once.
@@ -29,8 +33,9 @@ IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,a
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
-.PHONY: test test-all oldest lint types docs demo peers gpu gpu-carry sanitize rehearse promise clean
+.PHONY: test test-all versions tools oldest lint types docs demo peers gpu gpu-carry sanitize rehearse promise clean
 .DELETE_ON_ERROR:
+.PRECIOUS: $(VERSIONS)/%/.dev
 
 test: lint types
 	$(PYTEST) -m "not slow and not gpu"
@@ -38,6 +43,22 @@ test: lint types
 test-all: lint types
 	$(PYTEST)
 	$(PYTEST) --piece-bytes 4096 $(IN_PIECES) -m "not gpu"
+	$(MAKE) --no-print-directory version-least
+
+# The releases that are tested together; PyTorch is that of constraints.txt, but for the newest. The middle ones are
+# what LLaMA-Factory 0.9.5 and Axolotl 0.19 pin. docs/versions.md has the results.
+RELEASES_least := torch==2.13.0 transformers==5.2.0 accelerate==1.10.1 peft==0.18.1 trl==0.24.0
+RELEASES_llamafactory := torch==2.13.0 transformers==5.6.0 accelerate==1.11.0 peft==0.18.1 trl==0.24.0
+RELEASES_axolotl := torch==2.13.0 transformers==5.16.1 accelerate==1.13.0 peft==0.20.0 trl==1.9.0
+RELEASES_newest := torch==2.14.* transformers==5.24.* accelerate peft trl==1.16.*
+versions: version-least version-llamafactory version-axolotl version-newest
+
+version-%: $(VERSIONS)/%/.dev
+	$(VERSIONS)/$*/bin/python $(NOT_STRICT) $(ON_ALL_CORES) -m "not slow and not gpu"
+
+# Each tool by its own pins, in an environment of its own: its command lines, SFT and DPO, one process and two.
+tools: $(VENV)/.dev
+	$(BIN)/python tests/tools/run.py --environments $(TOOLS) --work $(TOOLS)/work
 
 oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python $(NOT_STRICT) $(ON_ALL_CORES) -m "not slow and not gpu"
@@ -116,7 +137,7 @@ promise: $(REHEARSAL)/.dev
 	$(REHEARSAL)/bin/python benchmarks/promise.py $(ROWS) --out benchmarks/results/promise.json
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(REHEARSAL) gpu-carry build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VERSIONS) $(TOOLS) $(REHEARSAL) gpu-carry build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a CPU wheel that the index configuration offers is then taken as it is.
@@ -134,9 +155,15 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
+$(VERSIONS)/%/.dev: pyproject.toml
+	$(PYTHON) -m venv $(VERSIONS)/$*
+	$(VERSIONS)/$*/bin/python -m pip install --quiet $(firstword $(RELEASES_$*))
+	$(VERSIONS)/$*/bin/python -m pip install --quiet $(RELEASES_$*) --editable '.[test]'
+	touch $@
+
 $(OLDEST)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.17.*' --editable '.[test]'
+	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.2.*' 'accelerate==1.10.*' --editable '.[test]'
 	touch $@
 
 # The CUDA build from the package index, also where the index configuration offers another.

@@ -31,7 +31,8 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (  # lowest first; a unit imports from lower layers and from itself
-    {"errors", "interrupts", "version"},
+    {"errors", "interrupts", "startup", "version"},
+    {"releases"},
     {"config"},
     {"plan"},
     {"engine", "parallel"},
@@ -153,7 +154,8 @@ def test_imports_go_down_only() -> None:
 def test_the_rehearsal_stands_alone() -> None:
     """A training that does not ask for a rehearsal loads none of it, and it loads none of the engine."""
     package = f"{PACKAGE}.rehearsal"
-    known = {f"{PACKAGE}.{name}" for name in ("config", "errors", "planner.record.devices", "rehearsal")}
+    names = ("config", "errors", "planner.record.devices", "rehearsal", "startup")
+    known = {f"{PACKAGE}.{name}" for name in names}
     ours = [found for found in all_imports() if found.unit == "rehearsal" and found.is_under(PACKAGE)]
     assert ours
     assert [str(found) for found in ours if not any(found.is_under(name) for name in known)] == []
@@ -242,8 +244,8 @@ def test_no_import_of_our_own_inside_a_function() -> None:
     assert wrong == []
 
 
-IMPORT_BY_TEXT = {"__init__.py", "cli/rehearsal_report.py"}
-"""The public names (PEP 562), and the planner's advice in a report."""
+IMPORT_BY_TEXT = {"__init__.py", "cli/rehearsal_report.py", "integrations/startup/sitecustomize.py"}
+"""The public names (PEP 562), the planner's advice in a report, and what programs of `run` load at start."""
 
 
 def names_ours(call: ast.Call) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,10 +16,10 @@ from ..rehearsal import DEVICES, Options, RehearsalError, build, environment
 from ..rehearsal.errors import one_problem
 from ..rehearsal.launch import REPORTS
 from .output import busy, print_parts, shown_problems
+from .program import run_program
 from .rehearsal_report import read_reports, rehearsed
 
 _CANNOT_START = 2
-_OF_SIGNAL = 128
 
 Device = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(d.kind for d in DEVICES)}.")]
 Devices = Annotated[int, typer.Option(metavar="N", help="How many of them.")]
@@ -72,7 +69,7 @@ def rehearse(
         with busy("building the device"):
             built = build()
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            code = _run(command, {**environment(asked, built), REPORTS: folder})
+            code = run_program(command, {**environment(asked, built), REPORTS: folder})
             processes = read_reports(Path(folder))
     except RehearsalError as error:
         print_parts(shown_problems(error.problems, error.subject), stderr=True)
@@ -91,29 +88,3 @@ def _command(program: Sequence[str]) -> list[str]:
         hint = "The program comes after --, as in: -- python train.py"
         raise one_problem("command", "a program that can be run", repr(program[0]), hint)
     return [sys.executable, *program] if script else list(program)
-
-
-def _run(command: Sequence[str], settings: Mapping[str, str]) -> int:
-    """Run the program to its end and return its exit code as a shell has it."""
-    process = subprocess.Popen(command, env=settings)
-    with _signals_passed_on(process):
-        code = process.wait()
-    return code if code >= 0 else _OF_SIGNAL - code
-
-
-@contextmanager
-def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within the block signals go to the program, so that the report is still written at its end."""
-
-    def passed_on(number: int, _: Any) -> None:
-        if process.poll() is None:
-            process.send_signal(number)
-
-    # A terminal sends Ctrl-C to the program too.
-    own: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: passed_on, signal.SIGHUP: passed_on}
-    before = {number: signal.signal(number, what) for number, what in own.items()}
-    try:
-        yield
-    finally:
-        for number, what in before.items():
-            signal.signal(number, what)

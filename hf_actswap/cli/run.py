@@ -1,26 +1,48 @@
-"""``hf-actswap run``: runs a training script with a plan, without a change to the script."""
+"""``hf-actswap run``: runs a training program with a plan, without a change to the program.
+
+The program runs as ever, in a process of its own. A start-up file on its ``PYTHONPATH`` lets every Trainer
+that it makes act on ``HF_ACTSWAP``, also in processes that it starts (torchrun, accelerate, a tool's
+launcher).
+"""
 
 from __future__ import annotations
 
 import os
-import runpy
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .. import integrations
+from ..engine.stats import gib_text
 from ..errors import ActSwapError
-from ..integrations.trainer import OFF, VARIABLE, act_on_environment
+from ..integrations.environment import OFF, VARIABLE
+from ..integrations.trainings import FOLDER, EndedTraining, ended_trainings
 from ..plan import load_config_or_plan
+from ..startup import python_path
+from .program import run_program
+
+_STARTUP = str(Path(integrations.__file__).parent / "startup")
+
+_NONE = (
+    "no training had a plan: no transformers Trainer was trained to its end in this program or in a process "
+    "that it started. (A loop of one's own takes hf_actswap.apply. Python's options -E, -I and -S keep the "
+    "plan out.)"
+)
 
 
 def run(
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m the name of a module.")
+    program: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM", help="A Python file, or a command (swift, torchrun, ...); with -m a module."
+        ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the program.")
     ] = None,
     actswap: Annotated[
         str | None,
@@ -31,7 +53,7 @@ def run(
             help="auto (the default), off, a file of YAML or of a plan, a folder, a Hub id, or inline JSON.",
         ),
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is the name of a module.")] = False,
 ) -> None:
     if actswap is None:  # typer takes an empty variable for an absent one
         actswap = OFF if VARIABLE in os.environ else "auto"
@@ -41,14 +63,46 @@ def run(
     except ActSwapError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
-    os.environ[VARIABLE] = actswap  # processes that the script starts by `hf-actswap run` see it too
-    act_on_environment()
-    sys.argv = [script, *(arguments or [])]
+    command = [*_program(program, module), *(arguments or [])]
+    if actswap == OFF:
+        raise typer.Exit(run_program(command, {**os.environ, VARIABLE: OFF}))
+    with tempfile.TemporaryDirectory(prefix="actswap-run-") as folder:
+        path = python_path(_STARTUP, os.environ.get("PYTHONPATH", ""))
+        ours = {VARIABLE: _found_anywhere(actswap), FOLDER: folder, "PYTHONPATH": path}
+        code = run_program(command, {**os.environ, **ours})
+        ended = ended_trainings(Path(folder))
+    for training in ended:
+        if training.rank == 0:
+            _say(_in_words(training))
+    if not ended and not code:
+        _say(_NONE)
+    raise typer.Exit(code if ended else code or 1)
+
+
+def _program(name: str, module: bool) -> list[str]:
+    """Return the command of a module, of a file that this Python runs, or of a program on the path."""
     if module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        return [sys.executable, "-m", name]
+    is_file = Path(name).is_file()
+    if is_file and (name.endswith(".py") or not os.access(name, os.X_OK)):
+        return [sys.executable, name]
+    if (found := shutil.which(name)) is not None:
+        return [found]
+    raise typer.BadParameter(f"there is no file {name}, and no such command", param_hint="PROGRAM")
+
+
+def _found_anywhere(actswap: str) -> str:
+    """Return a file's name so that it is found from other folders: tools change theirs."""
+    return os.path.abspath(actswap) if os.path.exists(actswap) else actswap
+
+
+def _in_words(training: EndedTraining) -> str:
+    processes = f"{training.processes} processes" if training.processes > 1 else "1 process"
+    moved, again = gib_text(training.moved_bytes), gib_text(training.again_bytes)
+    what = f"a step moved {moved} to host memory and computed {again} again"
+    does = what if training.acts else "it keeps everything"
+    return f"{training.output_dir} ({training.steps} steps, {processes}) was trained with a plan: {does}."
+
+
+def _say(text: str) -> None:
+    typer.echo(f"hf-actswap run: {text}", err=True)

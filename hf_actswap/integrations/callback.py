@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -40,18 +40,27 @@ from ..plan import (
     model_structure,
     resolve_plan,
 )
-from ..plan.wrappers import is_compiled, without_checkpointing
+from ..plan.wrappers import is_checkpointed, is_compiled, without_checkpointing
 from ..planner import OptimizerInBackward, PlannedTraining, Planner
 from ..planner.memory_errors import naming_memory_errors
+from ..releases import compiled_regions_are_called
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
 from ..stream import ChunkBudget
+from .checkpointing import (
+    check_what_was_written,
+    default_of,
+    needs_its_place,
+    problems_of_other_methods,
+    without_checkpointing_argument,
+)
 from .parallel_checkpoint import checkpoint_fact, checkpoint_folder
 from .parallel_limits import USE_OUR_TRAINER, ParallelTrainingError, reject_unsupported
 from .parallel_training import DividedTraining, begin_parallel_training
 from .pipeline_training import pipeline_of, stage_model
 from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
+from .trainings import EndedTraining, tell_run
 
 
 def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
@@ -114,19 +123,6 @@ CHECKPOINT_PLAN = "actswap_plan.json"
 """The plan of a planner in a checkpoint's folder, as a plan file."""
 
 
-def without_checkpointing_argument(args: TrainingArguments) -> Callable[[], None]:
-    """Switch gradient checkpointing off in the arguments too, which trainers read; return what undoes it.
-
-    TRL's trainers switch it on again after they have generated, if the arguments say so.
-    """
-    names = ("activation_checkpointing", "gradient_checkpointing")  # one may answer for the other
-    undo = ExitStack()
-    for name in [name for name in names if getattr(args, name, False)]:
-        undo.callback(setattr, args, name, True)
-        setattr(args, name, False)
-    return undo.close
-
-
 def calling_trainer(callback: TrainerCallback) -> Any:
     """Return the Trainer whose event is running, read off the call stack, or ``None``.
 
@@ -169,6 +165,12 @@ def called_model(trainer: Any, model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_for(called: nn.Module, bare: nn.Module) -> bool:
+    """Whether what a Trainer calls is a copy of its model in which layers were compiled one by one."""
+    by_trainer = called is not bare and not is_compiled(called)
+    return by_trainer and not any(map(is_compiled, bare.modules()))
+
+
 logger = logging.getLogger(__name__)
 
 _SEVERAL_DEVICES = Problem(
@@ -193,6 +195,12 @@ _READ_LATER = Problem(
     "needs no gradients can be in on_step_end.",
 )
 _OWN_PACKAGES = ("transformers", "hf_actswap")
+_REGIONS_NOT_CALLED = Problem(
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    "accelerate 1.15 or newer beside a plan",
+    "an older one, whose compiled layers are not called in mixed precision",
+    'pip install "accelerate>=1.15", or compile the layers yourself: layer.compile().',
+)
 _ADDED_LATER = Problem(
     "parallel_config", "a callback of the Trainer's constructor", "add_callback", USE_OUR_TRAINER
 )
@@ -390,10 +398,8 @@ class ActSwapCallback(TrainerCallback):
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), kwargs["model"])
         with ExitStack() as undo:
-            if self._config.memory.mode == "adaptive":
-                with self._console_on_rank_0(state):
-                    undo.callback(without_checkpointing(model))
-                undo.callback(without_checkpointing_argument(args))
+            with self._console_on_rank_0(state), failing_together("checkpointing", args.ddp_timeout):
+                self._take_over(model, args, undo)
             plan, own, self.applied = self._put_on_model(model, args, state, kwargs)
             self.applied.on_remove(undo.pop_all().close)
         self._before = self._step = SwapStats()
@@ -405,6 +411,21 @@ class ActSwapCallback(TrainerCallback):
         if state.is_world_process_zero:
             with console_logging(logger):
                 self._say_plan(plan)
+
+    def _take_over(self, model: nn.Module, args: TrainingArguments, undo: ExitStack) -> None:
+        """Switch gradient checkpointing off if the planner decides, or if only a default asks for it."""
+        if self._config.memory.mode == "adaptive":
+            undo.callback(without_checkpointing(model))
+            undo.callback(without_checkpointing_argument(args))
+        elif self.parallel is None and any(map(is_checkpointed, model.modules())):
+            with ExitStack() as on_again:
+                on_again.callback(without_checkpointing(model, reason=""))
+                plan = self._plan_for(model_structure(model))
+            check_what_was_written(plan)
+            if (owner := default_of(args)) is not None and needs_its_place(plan):
+                reason = f"({owner} has it on by default): the plan takes its place; it is on again after it"
+                undo.callback(without_checkpointing(model, reason))
+                undo.callback(without_checkpointing_argument(args))
 
     def _say_plan(self, plan: MemoryPlan) -> None:
         config, applied = self._config, self.applied
@@ -440,6 +461,9 @@ class ActSwapCallback(TrainerCallback):
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
                     raise ParallelTrainingError([_ADDED_LATER])
+                mixed = args.bf16 or args.fp16
+                if mixed and compiled_for(model, event["model"]) and not compiled_regions_are_called():
+                    raise PlanError([_REGIONS_NOT_CALLED])
                 if config.memory.optimizer_in_backward and args.max_grad_norm:
                     raise PlanError([replace(_CLIPPED_LATER, found=f"{args.max_grad_norm:g}")])
                 if config.memory.optimizer_in_backward and (problems := _read_gradients_later(self)):
@@ -447,6 +471,11 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     structure = model_structure(model)
                 plan = self._plan_for(structure)
+                if plan.does_anything or config.memory.mode != "off":
+                    trainer = calling_trainer(self)
+                    callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+                    if problems := problems_of_other_methods(args, callbacks):
+                        raise PlanError(problems)
                 if parallel is not None:
                     facts.update(parallel.expect_batches(event.get("train_dataloader")))
             with self._console_on_rank_0(state):
@@ -607,9 +636,26 @@ class ActSwapCallback(TrainerCallback):
         """Remove the plan; log how much memory it saved, unless the wrapped ``train`` does (`bind`)."""
         if self._record is not None and state.is_world_process_zero and self._acts():
             self._saving = self._record.saving()
+        if self.applied is not None:
+            tell_run(self._ended(self.applied, args, state))
         self.remove()
         if not self._bound:
             self._say_saving()
+
+    def _ended(
+        self, applied: AppliedPlan | Planner, args: TrainingArguments, state: TrainerState
+    ) -> EndedTraining:
+        final = applied.final_plan if isinstance(applied, Planner) else applied
+        dropped = 0 if final is None else final.dropped_bytes or 0
+        return EndedTraining(
+            args.output_dir or ".",
+            args.process_index,
+            args.world_size,
+            state.global_step,
+            acts=applied.plan.does_anything,
+            moved_bytes=self._step.offloaded_bytes,
+            again_bytes=dropped * self._step.forwards,
+        )
 
     def _acts(self) -> bool:
         applied = self.applied

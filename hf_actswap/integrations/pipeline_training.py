@@ -579,6 +579,16 @@ def _on_meta(kind: Any, source: str | os.PathLike[str], how: Mapping[str, Any]) 
     return made
 
 
+def _and(names: Any, more: set[str]) -> Any:
+    """Return names of a model's class and more; a model has a set, in older releases a list or ``None``."""
+    kind = list if names is None else type(names)
+    return kind([*(names or ()), *more])
+
+
+def _but(names: Any, fewer: set[str]) -> Any:
+    return None if names is None else type(names)(name for name in names if name not in fewer)
+
+
 def _opened_without(
     foreign: tuple[str, ...],
     kind: type[PreTrainedModel],
@@ -602,7 +612,8 @@ def _opened_without(
         kind.__init__(self, *args, **kwargs)
         if seed is not None:
             _draw_by_name(self, seed)
-            self._keys_to_ignore_on_load_missing |= {""}  # transformers would list all weights in a warning
+            # transformers would list all weights in a warning
+            self._keys_to_ignore_on_load_missing = _and(self._keys_to_ignore_on_load_missing, {""})
         for path in foreign:
             taken[path] = self.get_submodule(path)
             self.set_submodule(path, nn.Identity())
@@ -617,7 +628,7 @@ def _opened_without(
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__init__": construct,
-        "_keys_to_ignore_on_load_unexpected": {*(known or ()), *quiet},
+        "_keys_to_ignore_on_load_unexpected": _and(known, quiet),
     }
     opening: Any = type(kind.__name__, (kind,), names)
     model: Any = opening.from_pretrained(source, **how)
@@ -628,11 +639,11 @@ def _opened_without(
                 parameter.data = parameter.data.float()
             parameter.requires_grad_(parameter.is_floating_point())
     if seed is not None:
-        model._keys_to_ignore_on_load_missing -= {""}
+        model._keys_to_ignore_on_load_missing = _but(model._keys_to_ignore_on_load_missing, {""})
         for module in model.modules():
             vars(module).pop("_init_weights", None)
     model.__class__, model.all_tied_weights_keys = kind, tied
-    model._keys_to_ignore_on_load_unexpected -= quiet
+    model._keys_to_ignore_on_load_unexpected = _but(model._keys_to_ignore_on_load_unexpected, quiet)
     if not absent.isdisjoint((*tied, *tied.values())):
         model.tie_weights()  # those on meta
     found: PreTrainedModel = model.eval()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..releases import collectives_can_be_traced
 from .rank_agreement import lost_rank_error
 
 
@@ -170,7 +171,7 @@ def _run(group: dist.ProcessGroup, collective: Callable[..., Any], /, *args: Any
         raise lost from None
 
 
-if torch.__version__ < "2.13":  # traced, it fills a copy of what a collective is to fill: wrong gradients
+if not collectives_can_be_traced():
     _run = torch.compiler.disable(_run)
 
 

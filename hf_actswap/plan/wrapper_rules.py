@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
+from ..releases import checkpointing_argument
 from .actions import COMPILE_BUDGET, Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
 from .model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
 from .opnames import EXPERTS_MODULE
-from .wrappers import checkpointing_argument, is_checkpointed
+from .wrappers import is_checkpointed
 
 _ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."

@@ -16,10 +16,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
+
+from ..releases import checkpointing_argument
 
 _INSIDE = "_orig_mod"
 
@@ -80,20 +81,17 @@ def parameter_groups(module: Any) -> list[Any]:
 logger = logging.getLogger(__name__)
 
 
-def checkpointing_argument() -> str:
-    """Return the name of the training argument in the installed transformers, which 5.23 renamed."""
-    release = tuple(int(part) for part in version("transformers").split(".")[:2])
-    return "activation_checkpointing" if release >= (5, 23) else "gradient_checkpointing"
+PLANNER_DECIDES = "while the planner decides what is recomputed; it is on again after it"
 
 
-def without_checkpointing(model: nn.Module) -> Callable[[], None]:
-    """Switch gradient checkpointing off in all layers; return a function that switches it on again."""
+def without_checkpointing(model: nn.Module, reason: str = PLANNER_DECIDES) -> Callable[[], None]:
+    """Switch gradient checkpointing off in all layers; return a function that switches it on again.
+
+    Logs that it is off, with the reason; an empty one is not logged.
+    """
     on = [module for module in model.modules() if is_checkpointed(module)]
-    if on:
-        logger.info(
-            "%s is off while the planner decides what is recomputed; it is on again after it.",
-            checkpointing_argument(),
-        )
+    if on and reason:
+        logger.info("%s is off %s.", checkpointing_argument(), reason)
 
     def switch(state: bool) -> None:
         for module in on:

@@ -48,7 +48,8 @@ from ..plan.actions import NOT_COMPARED, MemoryPlan, PlanRow, Windows, format_sc
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from ..plan.tiles import tile_names
 from ..plan.wrapper_rules import problems_of_checkpointing
-from ..plan.wrappers import checkpointing_argument, is_checkpointed
+from ..plan.wrappers import is_checkpointed
+from ..releases import checkpointing_argument
 from .budget import limits_of
 from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, device_name
 from .oom_guard import OomGuard

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from ..config.sizes import bytes_of
 from ..planner.record.devices import device_rates
+from ..startup import python_path
 from .build import Built
 from .devices import device_facts
 from .errors import one_problem
@@ -169,9 +170,9 @@ def environment(options: Options, built: Built, base: Mapping[str, str] | None =
     for name, value in (
         ("LD_PRELOAD", str(built.runtime)),
         ("LD_LIBRARY_PATH", str(built.folder)),
-        ("PYTHONPATH", str(STARTUP)),
     ):
         found[name] = os.pathsep.join(filter(None, (value, found.get(name, ""))))
+    found["PYTHONPATH"] = python_path(str(STARTUP), found.get("PYTHONPATH", ""))
     # What would let PyTorch look for real devices, or hide ours.
     for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"):
         found.pop(name, None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from typing import TypeVar
 
@@ -131,34 +132,64 @@ class PlannerBar(Bar):
 
 @contextmanager
 def console_logging(logger: logging.Logger) -> Iterator[None]:
-    """Let INFO lines of ``logger`` reach the console where the program has not configured logging at all.
+    """Let INFO lines of ``logger`` and of those below it reach the console, whatever the program shows.
 
-    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself. A
-    level that it has set on ``logger``, or on one above it, stays.
+    Programs show INFO lines of their own, and of libraries only warnings (Axolotl by filters, also on
+    loggers); these lines are all that is said of a plan. A handler on ``hf_actswap`` decides instead, and so
+    does a level that the program has set on it, or one above warnings on the root.
     """
-    if logger.hasHandlers():
+    own = list(_own_line(logger))
+    root = own[-1].parent or logging.root
+    if any(item.handlers for item in own) or root.level > logging.WARNING:
         yield
         return
-    handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
-    logger.addHandler(handler)
-    if not _has_level(logger):
-        logger.setLevel(logging.INFO)
-    try:
+    has_level = any(item.level for item in own)
+    with ExitStack() as undo:
+        for item in _and_below(logger):
+            undo.callback(setattr, item, "filters", item.filters)
+            item.filters = []
+        if not has_level and not (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.INFO)
+        line = logger.makeRecord(logger.name, logging.INFO, "", 0, "", (), None)
+        if not logger.hasHandlers() or not any(_shows(handler, line) for handler in _handlers(logger)):
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
+            if logger.hasHandlers():  # they show the warnings
+                handler.addFilter(lambda record: record.levelno < logging.WARNING)
+            logger.addHandler(handler)
+            undo.callback(logger.removeHandler, handler)
         yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
-def _has_level(logger: logging.Logger) -> bool:
-    """Whether the program has set a level for ``logger``; the root's is a warning where it has not."""
-    one: logging.Logger | None = logger
-    while one is not None:
-        if one.level != (logging.NOTSET if one.parent is not None else logging.WARNING):
-            return True
-        one = one.parent
-    return False
+def _own_line(logger: logging.Logger) -> Iterator[logging.Logger]:
+    """Yield ``logger`` and what is above it, but for the root, which is the program's."""
+    current: logging.Logger | None = logger
+    while current is not None and current.parent is not None:
+        yield current
+        current = current.parent
+
+
+def _and_below(logger: logging.Logger) -> Iterator[logging.Logger]:
+    for name, item in list(logger.manager.loggerDict.items()):
+        if isinstance(item, logging.Logger) and (item is logger or name.startswith(f"{logger.name}.")):
+            yield item
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    current: logging.Logger | None = logger
+    while current is not None:
+        yield from current.handlers
+        current = current.parent if current.propagate else None
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether the handler puts the record on the console. One without a stream, as Rich's, is taken to."""
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    if isinstance(handler, logging.NullHandler):
+        return False
+    there = not isinstance(handler, logging.StreamHandler) or handler.stream in console
+    return there and record.levelno >= handler.level and bool(handler.filter(record))
 
 
 def plan_summary(plan: MemoryPlan, structure: ModelStructure | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""`HF_ACTSWAP`: stock Trainers with stock arguments get a plan, and no script is changed."""
+"""`HF_ACTSWAP` and ``hf-actswap run``: stock Trainers get a plan, and no program is changed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from transformers import Trainer, TrainingArguments
-from transformers import trainer as transformers_trainer
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from typer.testing import CliRunner
 
 from hf_actswap import ActSwapCallback
 from hf_actswap.cli.app import app
-from hf_actswap.integrations.trainer import VARIABLE, EnvironmentCallback, act_on_environment
+from hf_actswap.integrations.environment import VARIABLE, EnvironmentCallback, act_on_environment
 
 from .conftest import CASE_2, CASE_4, SHORT_ON_CPU, Tokens, losses, tiny_llama
 
@@ -27,11 +27,10 @@ RECOMPUTE = json.dumps({"recompute_config": {"recompute": True}})
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(transformers_trainer, "DEFAULT_CALLBACKS", [*transformers_trainer.DEFAULT_CALLBACKS])
+    monkeypatch.setattr(CallbackHandler, "__init__", CallbackHandler.__init__)
     monkeypatch.setenv(VARIABLE, RECOMPUTE)
     act_on_environment()
     act_on_environment()
-    assert transformers_trainer.DEFAULT_CALLBACKS.count(EnvironmentCallback) == 1
     return monkeypatch
 
 
@@ -68,30 +67,6 @@ def test_off_is_no_plan(value: str, environment: pytest.MonkeyPatch, tmp_path: P
     assert saved(plain) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "variable", "found"),
-    [
-        (["--actswap", "off"], None, "off"),
-        (["--actswap", "off"], "auto", "off"),
-        (["--actswap", "auto"], "off", "auto"),
-        ([], "off", "off"),
-        ([], "", "off"),
-        ([], None, "auto"),
-    ],
-)
-def test_run_leaves_the_script_what_was_asked_for(
-    words: list[str], variable: str | None, found: str, environment: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import os\nprint('asked for', os.environ['{VARIABLE}'])\n")
-    environment.delenv(VARIABLE)
-    if variable is not None:
-        environment.setenv(VARIABLE, variable)
-    ended = CliRunner().invoke(app, ["run", *words, str(script)])
-    assert ended.exit_code == 0, ended.output
-    assert f"asked for {found}\n" in ended.output
-
-
 def test_what_the_script_says_itself_comes_first(
     environment: pytest.MonkeyPatch, make_trainer: Make, tmp_path: Path
 ) -> None:
@@ -117,37 +92,92 @@ trainer = Trainer(tiny_llama(), args, train_dataset=Tokens())
 trainer.train()
 saved = [entry.get("actswap_saved_gib", 0) > 0 for entry in trainer.state.log_history]
 print(WORD, __name__, sys.argv[1:], saved)
-sys.exit(7)
+sys.exit(int(sys.argv[2]))
 """
+LAUNCHER = """#!{python}
+import logging, subprocess, sys
+logging.basicConfig(level=logging.WARNING)
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+"""
+USERS = "import os; os.environ['USERS_OWN'] = 'has run'\n"
+SAYS_SO = "import os; print(os.environ.get('HF_ACTSWAP'), os.environ.get('USERS_OWN'))\n"
 
 
-def test_a_script_is_run_as_it_is(tmp_path: Path, repository: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("WORD = 'found'\n")
-    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", VARIABLE: RECOMPUTE}
-    command = [sys.executable, "-m", "hf_actswap.cli", "run"]
-    ran = subprocess.run(
-        [*command, str(tmp_path / "train.py"), str(tmp_path / "out"), "--lr", "-h"],
-        env=environment,
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 7, ran.stderr[-2000:]
+def started(
+    folder: Path, repository: Path, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Start ``hf-actswap run`` beside a script, a module of its own, a launcher and a sitecustomize."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text("WORD = 'found'\n")
+    (folder / "says.py").write_text(SAYS_SO)
+    (folder / "sitecustomize.py").write_text(USERS)
+    launcher = folder / "launch"
+    launcher.write_text(LAUNCHER.format(python=sys.executable))
+    launcher.chmod(0o755)
+    path = os.pathsep.join((str(folder), str(repository)))
+    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    given = {name: value for name, value in given.items() if name != VARIABLE} | variables
+    given["PATH"] = os.pathsep.join((str(folder), given["PATH"]))
+    command = [sys.executable, "-m", "hf_actswap.cli", "run", *words]
+    return subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--actswap", RECOMPUTE, "train.py"], 7),
+        (["--actswap", RECOMPUTE, "--", "launch", "train.py"], 0),
+    ],
+    ids=["a script", "a process that a command starts"],
+)
+def test_a_program_is_run_as_it_is(words: list[str], code: int, tmp_path: Path, repository: Path) -> None:
     out = str(tmp_path / "out")
-    assert f"found __main__ {[out, '--lr', '-h']} [True, True, True]" in ran.stdout
-    assert "layers 0-3: recompute everything" in ran.stderr
+    ran = started(tmp_path, repository, *words, out, str(code))
+    assert ran.returncode == code, ran.stderr[-2000:]
+    assert f"found __main__ {[out, str(code)]} [True, True, True]" in ran.stdout
+    assert ran.stderr.count("layers 0-3: recompute everything") == 1
+    assert f"hf-actswap run: {out} (2 steps, 1 process) was trained with a plan: a step moved" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said", "code"),
+    [
+        (["--actswap", "off"], {}, "off", 0),
+        (["--actswap", "off"], {VARIABLE: "auto"}, "off", 0),
+        (["--actswap", "auto"], {VARIABLE: "off"}, "auto", 1),
+        ([], {VARIABLE: "off"}, "off", 0),
+        ([], {VARIABLE: ""}, "off", 0),
+        ([], {}, "auto", 1),
+    ],
+)
+def test_a_program_without_a_training_is_an_error_if_a_plan_was_asked_for(
+    words: list[str], variables: dict[str, str], said: str, code: int, tmp_path: Path, repository: Path
+) -> None:
+    ran = started(tmp_path, repository, *words, "says.py", **variables)
+    assert ran.returncode == code
+    assert ran.stdout == f"{said} has run\n"
+    assert ("no training had a plan" in ran.stderr) is (code == 1)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--actswap", "atuo", "train.py"], "Did you mean 'auto'?"),
-        (["nowhere.py"], "there is no file nowhere.py"),
+        (["nowhere.py"], "there is no file nowhere.py, and no such command"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_script_runs(words: list[str], said: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_before_the_program_runs(words: list[str], said: str) -> None:
     ended = CliRunner().invoke(app, ["run", *words])
     assert ended.exit_code in (1, 2)
-    assert said in ended.output
+    assert said in " ".join(ended.output.replace("│", "").split())
+
+
+def test_a_tool_that_replaces_the_list_of_callbacks_has_the_plan_too(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As ms-swift does."""
+    environment.setattr("transformers.trainer.DEFAULT_CALLBACKS", [DefaultFlowCallback])
+    trainer = stock(tmp_path)
+    trainer.train()
+    assert [type(item) for item in ours(trainer)] == [EnvironmentCallback]
+    assert min(saved(trainer)) > 0

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_actswap import MemoryPlan, PlanError, apply, model_structure, resolve_plan
+from hf_actswap import (
+    ActSwapTrainingArguments,
+    MemoryPlan,
+    PlanError,
+    apply,
+    model_structure,
+    releases,
+    resolve_plan,
+)
 from hf_actswap.config import load_config
-from hf_actswap.plan import PlanRow, Windows, wrappers
-from hf_actswap.plan.wrappers import checkpointing_argument, checkpoints_its_call
+from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.plan.wrappers import checkpoints_its_call
+from hf_actswap.releases import checkpointing_argument
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_recompute import held_bytes
 from tests.engine.tiny_models import (
@@ -26,13 +38,31 @@ from tests.engine.tiny_models import (
     tiny_neox,
 )
 
-from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, FULL_RECOMPUTE, grad_norms, losses
+from .conftest import (
+    CASE_1,
+    CASE_2,
+    CASE_3,
+    CASE_4,
+    FULL_RECOMPUTE,
+    SHORT_ON_CPU,
+    Tokens,
+    grad_norms,
+    losses,
+)
+from .conftest import tiny_llama as small_llama
 
 Make = Callable[..., Trainer]
 INPUT_BYTES = BATCH * LENGTH * 32 * 4
+INPUTS_ALONE = {"swap_config": {"swap": True, "op_swap": [], "recompute_input": True, "default_prefetch": 4}}
 _ALL = {"backward_prefetch": 9, "layers": True}
 REASON = (
     "gradient checkpointing recomputes the layer, and all that is saved of it until backward is its input"
+)
+
+
+newer = pytest.mark.skipif(
+    "every_n_layers" not in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters,
+    reason="this transformers has neither every_n_layers nor offload",
 )
 
 
@@ -99,6 +129,7 @@ def test_recompute_input_names_checkpointed_layers_too() -> None:
     assert plan.adjustments == ()
 
 
+@newer
 def test_only_layers_that_are_checkpointed() -> None:
     """Every other layer: what the layers between save is swapped as ever."""
     bare = gradients_of_step(checkpointed(every_n_layers=2))
@@ -219,6 +250,7 @@ def test_reentrant_checkpoints() -> None:
         assert message(model, CASE_1) == expected
 
 
+@newer
 def test_offloading_checkpoints() -> None:
     assert message(checkpointed(offload=True), CASE_1) == (
         "model: expected gradient checkpointing whose inputs saved-tensor hooks see, beside swap, found "
@@ -283,10 +315,11 @@ def test_switched_on_later_where_only_outputs_are_swapped() -> None:
 )
 def test_the_argument_that_messages_name(release: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(TrainingArguments("out", use_cpu=True), checkpointing_argument())
-    monkeypatch.setattr(wrappers, "version", lambda package: release)
+    monkeypatch.setattr(releases, "version", lambda package: release)
     assert f"({name}=False)" in message(checkpointed(), CASE_4)
 
 
+@newer
 def test_a_planner_switches_it_off_and_on_again() -> None:
     memory = {"memory": {"mode": "adaptive"}}
     model = checkpointed(every_n_layers=2)
@@ -333,6 +366,62 @@ def test_the_trainer_has_the_numbers_of_gradient_checkpointing_alone(
         layer = trainer.model.model.layers[0]
         assert layer.gradient_checkpointing
         assert "forward" not in vars(layer)
+
+
+@dataclass
+class OnByDefault(ActSwapTrainingArguments):
+    """As TRL's, ms-swift's and Axolotl's arguments."""
+
+    gradient_checkpointing: bool = True
+
+
+def trained_on_by_default(folder: Path, case: Any) -> Trainer:
+    args = OnByDefault(str(folder), actswap=case, max_steps=3, seed=3, **SHORT_ON_CPU)
+    trainer = Trainer(small_llama(), args, train_dataset=Tokens())
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("case", "takes_over"),
+    [(CASE_4, True), (FULL_RECOMPUTE, True), (CASE_3, True), (INPUTS_ALONE, False), ({}, False)],
+    ids=["mix", "recompute", "swap", "inputs of checkpoints", "nothing"],
+)
+def test_a_plan_takes_the_place_of_a_default(
+    case: Any, takes_over: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = trained_on_by_default(tmp_path, None)
+    trainer = trained_on_by_default(tmp_path, case)
+    said = [line for line in caplog.messages if "(OnByDefault has it on by default)" in line]
+    assert len(said) == takes_over
+    assert losses(trainer) == losses(plain) != []
+    assert trainer.args.gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in trainer.model.model.layers)
+
+
+@pytest.mark.parametrize("words", [["--gradient_checkpointing", "true"], ["FILE"]], ids=["option", "file"])
+def test_what_the_user_wrote_is_not_overruled(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("gradient_checkpointing: true\n")
+    monkeypatch.setattr("sys.argv", ["train", *(str(file) if word == "FILE" else word for word in words)])
+    with pytest.raises(PlanError, match="gradient_checkpointing: expected left out, or no, beside a plan"):
+        trained_on_by_default(tmp_path, CASE_4)
+    trained_on_by_default(tmp_path, CASE_3)  # the inputs of the checkpoints are swapped
+
+
+def test_other_methods_that_move_activations(tmp_path: Path) -> None:
+    class ActivationCpuOffloadCallBack(TrainerCallback):
+        """Of the name of ms-swift's."""
+
+    args = ActSwapTrainingArguments(str(tmp_path), actswap=CASE_4, **SHORT_ON_CPU)
+    args.activation_offloading = True  # type: ignore[attr-defined]
+    trainer = Trainer(small_llama(), args, train_dataset=Tokens(), callbacks=[ActivationCpuOffloadCallBack()])
+    with pytest.raises(PlanError) as caught:
+        trainer.train()
+    where = ["callbacks: activation_cpu_offload", "activation_offloading"]
+    assert [problem.where for problem in caught.value.problems] == where
 
 
 def test_the_trainer_stops_before_the_first_step(make_trainer: Make) -> None:

@@ -127,7 +127,8 @@ def test_structure(family: str, tiny_structure: MakeStructure) -> None:
     assert [layer.module_path for layer in found.layers] == [f"{base}.layers.0", f"{base}.layers.1"]
     names = ("embed_in", "final_layer_norm") if family == "gpt_neox" else ("embed_tokens", "norm")
     assert (found.embedding, found.final_norm) == tuple(f"{base}.{name}" for name in names)
-    assert found.head == "lm_head"
+    heads = ("lm_head", "embed_out") if family == "gpt_neox" else ("lm_head",)  # its name up to 5.6
+    assert found.head in heads
     for layer in found.layers:
         assert layer.output_of == ("add", 1)
         assert layer.attention_paths == {"attention" if family == "gpt_neox" else "self_attn"}
@@ -296,7 +297,10 @@ def test_other_families_have_the_references_names(family: str, plan_of: PlanOf) 
         f"{path}.flash_attention" for path in CORES[family]
     ]
     without = [item.layers for item in swap.adjustments if item.reason == NO_COUNTERPART]
-    assert without == ([(0,)] if family == "qwen3_next" else [])
+    # Until some release after 5.2 its linear attention reads values, and only its modules are known.
+    known = not any("only module paths are known" in item.reason for item in swap.adjustments)
+    assert without == ([(0,)] if family == "qwen3_next" and known else [])
+    assert known or family == "qwen3_next"
     plan = plan_of({"recompute_config": {"select_recompute": {"feed_forward": True}}}, family, 2)
     assert tuple(row.op_path for row in plan.rows if row.scope == 1) == FEED_FORWARDS[family]
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap.plan import model_structure
-from hf_actswap.plan.wrappers import checkpointing_argument
 from hf_actswap.planner import start
 from hf_actswap.planner.start import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
+from hf_actswap.releases import checkpointing_argument
 
 MODES = ("smart_swap", "adaptive")
 

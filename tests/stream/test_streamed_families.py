@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from docs.make_families import PAGE, cells_of
+from hf_actswap.releases import is_since
 from tests.family_steps import REJECTED, RIGHT, streamed
 from tests.parallel.patched_models import FAMILIES
 
@@ -19,7 +20,11 @@ QUICK = {
 
 @pytest.mark.parametrize("family", QUICK)
 def test_what_is_found(family: str) -> None:
-    assert streamed(family) == QUICK[family]
+    found = streamed(family)
+    if family == "diffllama" and not is_since("transformers", "5.17"):
+        assert found[0] == REJECTED  # its class does not support the exchange of attention yet
+        return
+    assert found == QUICK[family]
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,45 +24,13 @@ def _settings() -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split(";") if "=" in pair)
 
 
-class _Then(Loader):
-    """A loader that does something when the module has been executed."""
-
-    def __init__(self, loader: Any, then: Any) -> None:
-        self._loader, self._then = loader, then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _AfterImport(MetaPathFinder):
-    """Does something to each of these modules once it has been executed.
-
-    Args:
-        then: name of a module -> what is done to it.
-    """
-
-    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._then = then
-        self._looking: set[str] = set()
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in self._then or fullname in self._looking:
-            return None
-        self._looking.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._looking.discard(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self._then[fullname])
-        return spec
+def _start_up() -> Any:
+    """Load what the start-up files of this package share, by its path: it may not be importable here."""
+    path = Path(__file__).parents[2] / "startup.py"
+    spec: Any = importlib.util.spec_from_file_location("hf_actswap_startup", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _install(torch: ModuleType) -> None:
@@ -161,17 +127,9 @@ def _shift_clocks() -> None:
     time.time_ns, time.perf_counter_ns = shifted_ns(time.time_ns), shifted_ns(time.perf_counter_ns)
 
 
-def _run_the_next() -> None:
-    """Run the ``sitecustomize`` that ours hides."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
+_startup = _start_up()
 if _settings():
-    sys.meta_path.insert(0, _AfterImport(_after_imports()))
+    _startup.after_imports(_after_imports())
     if _settings().get("clock"):
         _shift_clocks()
-_run_the_next()
+_startup.run_the_next(__file__)

@@ -1,0 +1,49 @@
+"""What ``hf-actswap run`` learns of trainings in the processes that it starts: a file for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = "HF_ACTSWAP_TRAININGS"
+"""Variable of the environment with the folder of the files; only ``hf-actswap run`` sets it."""
+
+
+@dataclass(frozen=True)
+class EndedTraining:
+    """A training that ended normally, with a plan on its model, as one rank saw it.
+
+    Args:
+        output_dir: the Trainer's.
+        rank: of this process.
+        processes: how many trained.
+        steps: optimizer steps.
+        acts: whether the plan does anything; one that keeps everything does not.
+        moved_bytes: what the last step moved to host memory.
+        again_bytes: what it computed again.
+    """
+
+    output_dir: str
+    rank: int
+    processes: int
+    steps: int
+    acts: bool
+    moved_bytes: int
+    again_bytes: int
+
+
+def tell_run(training: EndedTraining) -> None:
+    """Write the training into the folder of ``hf-actswap run``, if that started this process."""
+    if folder := os.environ.get(FOLDER):
+        descriptor, _ = tempfile.mkstemp(".json", f"{training.rank}-", folder)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(training), file)
+
+
+def ended_trainings(folder: Path) -> list[EndedTraining]:
+    """Return the trainings of all ranks of a folder, in the order in which they ended."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    return [EndedTraining(**json.loads(file.read_text(encoding="utf-8"))) for file in files]

@@ -59,6 +59,7 @@ from .recompute import RecomputeError, Region
 from .replay import (
     CalledModule,
     CheckpointedLayer,
+    ModuleFacts,
     function_mode_is_innermost,
     is_cache,
     pop_leaked_hooks,
@@ -97,6 +98,8 @@ class NamingMode(TorchFunctionMode):
         versions = None if region is None else [tensor._version for tensor in inputs]
         forward.running = action
         outer = forward.region
+        if outer is not None and outer.called is not None:
+            outer.called.draws_from(kwargs.get("generator"))
         kept = None if outer is None else outer.kept
         if outer is not None and kept is not None:
             foreign = region is None and action.kind not in ("recompute_inside", "recompute_function")
@@ -466,6 +469,7 @@ class Engine:
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = ScopeModules(scope, tuple(module.modules()))
+        facts = ModuleFacts(place.modules)
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
         compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
@@ -485,7 +489,7 @@ class Engine:
                     self._follow_inside()  # needed if an earlier layer did not match its cached trace
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
-                    forward.region = self._region(forward, place.modules, scope, "", args, kwargs)
+                    forward.region = self._region(forward, facts, scope, "", args, kwargs)
                 self._mode = NamingMode(forward, self._fates, self._counters)
                 self._mode.__enter__()
 
@@ -502,7 +506,7 @@ class Engine:
         return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
-        modules = tuple(module.modules())
+        facts = ModuleFacts(tuple(module.modules()))
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
@@ -511,7 +515,7 @@ class Engine:
             forward.stack.enter(path)
             region = forward.region
             if region is None and self._fates.recomputed.is_root(scope, path):
-                forward.region = self._region(forward, modules, scope, path, args, kwargs)
+                forward.region = self._region(forward, facts, scope, path, args, kwargs)
             elif region is None or region.kept is None:
                 return
             elif self._fates.recomputed.is_kept_module(scope, path):
@@ -533,7 +537,7 @@ class Engine:
     def _region(
         self,
         forward: ForwardPass,
-        modules: Sequence[nn.Module],
+        facts: ModuleFacts,
         scope: Scope,
         path: str,
         args: tuple[Any, ...],
@@ -542,9 +546,9 @@ class Engine:
         name = f"{scope}.{path}" if path else str(scope)
         keeps = self._fates.recomputed.keeps_inside(scope, path)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        called = CalledModule(name, modules, caches)
+        called = CalledModule(name, facts, caches)
         ticket_of = forward.ticket_of_input
-        return Region(name, modules[0], args, kwargs, ticket_of, self._counters, True, keeps, called)
+        return Region(name, facts.modules[0], args, kwargs, ticket_of, self._counters, True, keeps, called)
 
     def _leave_mode(self) -> None:
         mode = self._mode
@@ -569,9 +573,10 @@ def checkpointed(layer: nn.Module, name: str, counters: Counters) -> Undo:
         if is_dynamo_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         held = (*(item for item in args if not isinstance(item, torch.Tensor)), *kwargs.values())
-        contexts = partial(again.contexts, held)
-        run = counting_repeats(forward, counters)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        device = next((item.device for item in args if isinstance(item, torch.Tensor)), torch.device("cpu"))
+        call = again.called(device, held)
+        run = counting_repeats(partial(call.run, forward), counters)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=call.contexts, **kwargs)
 
     return replace_forward(layer, checkpointed_forward)
 

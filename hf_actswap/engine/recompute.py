@@ -512,6 +512,9 @@ class Region:
         return RegionTicket(self, index)
 
     def close(self) -> None:
+        """Note that the call has ended in forward."""
+        if self.called is not None:
+            self.called.ends()
         if self.kept is not None:
             self.kept.close()
 
@@ -599,7 +602,7 @@ class Region:
         ):
             try:
                 args, kwargs = tree_unflatten(leaves, self._spec)
-                result = self.function(*args, **kwargs)
+                result = self.state.run(self.function, *args, **kwargs)
             except AllCaught:
                 result = None
         return catcher.complete(), result

@@ -7,6 +7,16 @@ Beside autocast and random numbers, a program may change between a forward and i
 * **Hooks.** PEFT puts hooks on layers for one forward, by which they know their task or their adapter.
 * **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
   it was (prefix tuning; a call with ``use_cache``).
+* **Settings of the process** by which PyTorch chooses kernels (`sdpa_kernel`, deterministic algorithms), and
+  context variables, which a ``with`` around the forward alone has set.
+* **Attributes of modules** that choose their path: the active adapter, its scaling, ``training``, which
+  parameters are trained. And what a forward counts or collects in them must not be counted twice.
+* **Buffers.** A forward may write them (running statistics): run again, it must read the old values, and what
+  it writes then is dropped.
+* **Random numbers** of generators of one's own, of NumPy and of Python.
+
+All of these are restored for the time of the run, so that it is exact; what is written since and cannot be
+restored (weights) is an error.
 
 All that the engine reads of autograd's private state is here. Verified on torch 2.11 to 2.13;
 `tests/engine/test_autograd_state.py` fails loudly if a release changes it. A node's *number* is its sequence
@@ -17,10 +27,13 @@ one past it.
 
 from __future__ import annotations
 
+import random as python_random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,8 +99,24 @@ RandomState = dict[torch.device, torch.Tensor]
 """State of the default generators, by device."""
 
 
+_MATRIX = torch.backends.cuda
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_MATRIX.flash_sdp_enabled, _MATRIX.enable_flash_sdp),
+    (_MATRIX.mem_efficient_sdp_enabled, _MATRIX.enable_mem_efficient_sdp),
+    (_MATRIX.math_sdp_enabled, _MATRIX.enable_math_sdp),
+    (_MATRIX.cudnn_sdp_enabled, _MATRIX.enable_cudnn_sdp),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+"""Settings of the process by which PyTorch chooses kernels or types: how to read and to set each."""
+
+
 class CallState:
-    """The autocast and random state in which a call is made.
+    """The autocast, the settings of the process, the context and the random state in which a call is made.
 
     Args:
         random: whether it may draw random numbers.
@@ -100,6 +129,8 @@ class CallState:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
             for kind in sorted({"cpu", device.type})
         )
+        self._settings = [read() for read, _ in _SETTINGS]
+        self._context = copy_context()
         self._device = device
         self._random = random_state(device) if random else None
         self._generators = [
@@ -114,10 +145,25 @@ class CallState:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
             yield
 
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``call`` with the context variables of this state."""
+        return self._context.copy().run(call, *args, **kwargs)
+
+    @contextmanager
+    def settings_restored(self) -> Iterator[None]:
+        """Run under the settings of the process of this state."""
+        with ExitStack() as stack:
+            for (read, put), before in zip(_SETTINGS, self._settings, strict=True):
+                if (now := read()) != before:
+                    stack.callback(put, now)
+                    put(before)
+            yield
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run under this state; random numbers go on afterwards as if nothing had been drawn."""
         with ExitStack() as stack:
+            stack.enter_context(self.settings_restored())
             stack.enter_context(self.autocast_restored())
             if self._random is not None:
                 stack.callback(set_random_state, random_state(self._device))
@@ -149,19 +195,71 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     return all(torch.equal(state, other[device]) for device, state in one.items())
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset, torch.dtype)
+_MOST_ITEMS = 256
+"""A longer container among the attributes of a module is data, and not what a call sets."""
+
+_ABSENT = object()
+
+
+class ModuleFacts:
+    """A module that runs again, all modules inside it, and what its calls have shown.
+
+    Attributes:
+        modules: the module, and those inside it.
+        attributes: of each module with attributes of its own, where they are, and their names.
+        written: the buffers that a call has written, as (id of the module's buffers, name); ``None``: no
+            call has ended yet.
+        generators: generators of random numbers that its functions were given, beside the default ones.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.attributes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        for module in modules:
+            names = tuple(name for name in vars(module) if name not in _OF_EVERY_MODULE)
+            self.attributes.append((vars(module), names))
+        self.written: set[tuple[int, str]] | None = None
+        self.generators: dict[int, torch.Generator] = {}
+
+
+class _NotingGenerators(TorchFunctionMode):
+    """Notes the generators that the functions of a call are given."""
+
+    def __init__(self, called: CalledModule) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._called.draws_from(kwargs.get("generator"))
+        return func(*args, **kwargs)
+
+
 class CalledModule:
-    """One call of a module that will run again.
+    """One call of a module that will run again; make it when the call begins.
 
     Args:
         name: its name in messages.
-        modules: the module and all modules inside it.
+        facts: the module, and what its earlier calls have shown.
         values: what it is called with and no ticket holds: tensors, tuples of tensors, key-value caches.
     """
 
-    __slots__ = ("_caches_before", "_held", "_hooks", "_hooks_before", "_modules", "_versions", "name")
+    __slots__ = (
+        *("_buffers", "_caches_before", "_facts", "_generators", "_held", "_hooks", "_hooks_before", "_host"),
+        *("_modules", "_trained", "_values", "_versions", "name"),
+    )
 
-    def __init__(self, name: str, modules: Sequence[nn.Module], values: Sequence[Any] = ()) -> None:
-        self.name, self._modules = name, modules
+    def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
+        self.name, self._facts, self._modules = name, facts, facts.modules
+        modules = facts.modules
         own = _set_to_themselves(modules)
         held: list[torch.Tensor] = [
             weight
@@ -170,6 +268,7 @@ class CalledModule:
             if weight is not None and id(weight) not in own
         ]
         self._held = held
+        self._trained = [weight.requires_grad for weight in held]
         self._hooks: list[dict[int, Any]] = []
         for module in modules:
             if module._forward_pre_hooks:
@@ -185,6 +284,51 @@ class CalledModule:
         self._versions = [tensor._version for tensor in held]
         self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._caches_before = [(place, place.copy()) for place in caches]
+        self._values = [[_seen(own, name) for name in names] for own, names in facts.attributes]
+        self._buffers = list(self._buffers_before())
+        self._generators = [(one, one.get_state()) for one in facts.generators.values()]
+        self._host: list[tuple[Callable[[Any], None], Any]] | None = _host_random_state()
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """Return the context in which the call runs: in a module's first one generators are noted."""
+        if self._facts.written is None:
+            return _NotingGenerators(self)
+        return nullcontext()
+
+    def draws_from(self, generator: torch.Generator | None) -> None:
+        """Note that a function of the call is given a generator, before it draws."""
+        if generator is not None and id(generator) not in self._facts.generators:
+            self._facts.generators[id(generator)] = generator
+            self._generators.append((generator, generator.get_state()))
+
+    def ends(self) -> None:
+        """Note that the call has ended in forward: which buffers it has written, and what it has drawn.
+
+        The first call compares values: a fused kernel writes running statistics without a new version. That
+        waits for the device, once.
+        """
+        first, known = self._facts.written is None, self._facts.written or set()
+        written = {
+            (id(own), name)
+            for own, name, tensor, version, copied in self._buffers
+            if own.get(name) is not tensor
+            or tensor._version != version
+            or (first and copied is not None and not torch.equal(tensor, copied))
+        }
+        self._facts.written = written = written | known
+        self._buffers = [item for item in self._buffers if (id(item[0]), item[1]) in written]
+        if self._host is not None and _same_host_random_state(self._host):
+            self._host = None
+
+    def _buffers_before(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]]:
+        """Yield (module's buffers, name, buffer, version, copy): a copy of what this call may write."""
+        written = self._facts.written
+        for module in self._modules:
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    may_write = written is None or (id(module._buffers), name) in written
+                    copied = tensor.detach().clone() if may_write else None
+                    yield module._buffers, name, tensor, tensor._version, copied
 
     def check(self) -> None:
         """Raise `StaleTensorError` if something that it may read was written in place since the call."""
@@ -193,7 +337,7 @@ class CalledModule:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run with the hooks and caches of the call, and hooks that came later; leave them as they are now.
+        """Run with what the call read (see above), and hooks that came later; leave all as it is now.
 
         Raises:
             StaleTensorError: within the block, when it reads a weight that was written in place since.
@@ -207,7 +351,9 @@ class CalledModule:
         try:
             for place, before in changed:
                 put_back(place, before)
-            with _RejectingReads(written, self._name_of) if written else nullcontext():
+            with ExitStack() as undo:
+                self._put_back(undo)
+                undo.enter_context(_RejectingReads(written, self._name_of) if written else nullcontext())
                 yield
         finally:
             for place, now in present:
@@ -219,10 +365,90 @@ class CalledModule:
         pairs = zip(self._held, self._versions, strict=True)
         return [(tensor, version) for tensor, version in pairs if tensor._version != version]
 
+    def _put_back(self, undo: ExitStack) -> None:
+        """Restore attributes, buffers and generators; ``undo`` puts the present ones back afterwards."""
+        for weight, trained in zip(self._held, self._trained, strict=False):
+            if weight.requires_grad != trained:
+                undo.callback(weight.requires_grad_, weight.requires_grad)
+                weight.requires_grad_(trained)
+        for (own, names), values in zip(self._facts.attributes, self._values, strict=True):
+            for name, before in zip(names, values, strict=True):
+                if before is not _ABSENT:
+                    _set_attribute(own, name, before, undo)
+        for own, name, _, _, copied in self._buffers:
+            if copied is not None:
+                undo.callback(own.__setitem__, name, own[name])
+                own[name] = copied.clone()  # a graph that is kept runs it again
+        for generator, before in self._generators:
+            undo.callback(generator.set_state, generator.get_state())
+            generator.set_state(before)
+        if self._host is not None:
+            for put, now in _host_random_state():
+                undo.callback(put, now)
+            for put, before in self._host:
+                put(before)
+
     def _name_of(self, tensor: torch.Tensor) -> str:
         found = (name for name, weight in self._modules[0].named_parameters() if weight is tensor)
         what = next(found, None)
         return f"{self.name}: an argument" if what is None else f"{self.name}: the weight {what}"
+
+
+def _seen(own: Mapping[str, Any], name: str) -> Any:
+    """Return what is kept of an attribute: its value, of a container its items too; else `_ABSENT`."""
+    value = own.get(name, _ABSENT)
+    if isinstance(value, list | dict) and len(value) <= _MOST_ITEMS:
+        return _Container(value, value.copy())
+    return value if isinstance(value, _PLAIN) else _ABSENT
+
+
+class _Container(NamedTuple):
+    """A list or dict among the attributes of a module, and its items when a call began."""
+
+    place: Any
+    items: Any
+
+
+def _set_attribute(own: dict[str, Any], name: str, before: Any, undo: ExitStack) -> None:
+    now = own.get(name, _ABSENT)
+    if isinstance(before, _Container):
+        if not _same_items(before.place, before.items):
+            undo.callback(put_back, before.place, before.place.copy())
+            put_back(before.place, before.items)
+        before = before.place
+    elif type(now) is type(before) and now == before:
+        return
+    if now is before:
+        return
+    undo.callback(own.pop, name, None) if now is _ABSENT else undo.callback(own.__setitem__, name, now)
+    own[name] = before
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether two lists, or dicts, hold the very same items."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, list):
+        return all(one is other for one, other in zip(now, before, strict=True))
+    return all(before.get(key, _ABSENT) is value for key, value in now.items())
+
+
+def _host_random_state() -> list[tuple[Callable[[Any], None], Any]]:
+    """Return how to set the state of Python's and NumPy's generators, with their present state."""
+    found: list[tuple[Callable[[Any], None], Any]] = [(python_random.setstate, python_random.getstate())]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found.append((numpy.random.set_state, numpy.random.get_state()))
+    return found
+
+
+def _same_host_random_state(before: Sequence[tuple[Callable[[Any], None], Any]]) -> bool:
+    now = _host_random_state()
+    if len(now) != len(before) or now[0][1] != before[0][1]:
+        return False
+    for (_, one), (_, other) in zip(now[1:], before[1:], strict=True):
+        if one[2] != other[2] or not (one[1] == other[1]).all():
+            return False
+    return True
 
 
 def _set_to_themselves(modules: Iterable[nn.Module]) -> set[int]:
@@ -301,23 +527,40 @@ class CheckpointedLayer:
 
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name, self.shown = name, False
-        self._modules = tuple(layer.modules())
+        self._facts = ModuleFacts(tuple(layer.modules()))
 
-    def contexts(self, values: Sequence[Any]) -> tuple[AbstractContextManager[None], CheckpointedCall]:
-        """Return the contexts of a call and of its run in backward; ``values`` as of `CalledModule`."""
-        return nullcontext(), CheckpointedCall(self, CalledModule(self.name, self._modules, values))
+    def called(self, device: torch.device, values: Sequence[Any]) -> CheckpointedCall:
+        """Return a call that begins now; ``values`` as of `CalledModule`."""
+        return CheckpointedCall(
+            self, CalledModule(self.name, self._facts, values), CallState(device, False, ())
+        )
 
 
 class CheckpointedCall:
     """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
-    __slots__ = ("_called", "_entered", "_layer")
+    __slots__ = ("_called", "_entered", "_layer", "_ran", "_state")
 
-    def __init__(self, layer: CheckpointedLayer, called: CalledModule) -> None:
-        self._layer, self._called = layer, called
+    def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
+        self._layer, self._called, self._state, self._ran = layer, called, state, False
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
+        """Return the contexts of the call, and of its run in backward."""
+        return self._called.noting(), self
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the layer's forward; in backward with the context variables of the call."""
+        if self._ran:
+            return self._state.run(forward, *args, **kwargs)
+        self._ran = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._called.ends()
 
     def __enter__(self) -> None:
         self._entered = ExitStack()
+        self._entered.enter_context(self._state.settings_restored())
         self._entered.enter_context(self._called.restored())
         if not self._layer.shown:
             self._entered.enter_context(self._watched())

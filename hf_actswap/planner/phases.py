@@ -843,6 +843,11 @@ class Planner:
         if fixed.tiles and self._unplanned is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
+        if (
+            not best.plan.rows and not fixed.tiles and self._unplanned is None
+        ):  # whatever the batches' lengths
+            said = source if source.startswith("measured") else "measured"
+            return Outcome(used_bytes, best.step_ms, used_bytes, best.step_ms, said, "measured")
         kept_everything = (trial for trial in search.trials if trial.plan.rows == fixed.rows)
         keeping = [trial.step_ms for trial in kept_everything if trial.steps]
         if keeping and self._unplanned is None:

@@ -1,0 +1,197 @@
+"""What a recomputed piece reads beside its inputs is as in forward, and what it writes is written once."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_actswap import apply
+from tests.engine.tiny_models import tiny_llama
+
+WHOLE: dict[str, Any] = {"recompute_config": {"recompute": True}}
+MODULE: dict[str, Any] = {"recompute_config": {"select_recompute": {"mlp": True}}}
+SCALE = contextvars.ContextVar("scale", default=1.0)
+GENERATOR = torch.Generator()
+
+
+class Around(nn.Module):
+    """An MLP with something around it that reads or writes more than its input."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls, self.seen, self.factor, self.kind = 0, [], 1.0, ""
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return getattr(self, f"_{self.kind}")(y)
+
+    def _batch_norm(self, y: torch.Tensor) -> torch.Tensor:
+        return self.norm(y.transpose(1, 2)).transpose(1, 2).sigmoid() * y
+
+    def _buffer(self, y: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(y.detach().mean() + 1)
+        return y.sigmoid() * y * self.mean.item()
+
+    def _new_buffer(self, y: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + 1
+        return y.sigmoid() * y * self.mean.item()
+
+    def _counter(self, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return y.sigmoid() * y * self.calls
+
+    def _list(self, y: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(y.detach().sum()))
+        return y.sigmoid() * y * len(self.seen)
+
+    def _attribute(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * self.factor
+
+    def _training(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * (2.0 if self.training else 1.0)
+
+    def _context(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * SCALE.get()
+
+    def _dtype(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * torch.full((), 1 / 3).double().float()
+
+    def _generator(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * torch.rand(y.shape, generator=GENERATOR, dtype=y.dtype)
+
+    def _numpy(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * float(np.random.rand())
+
+    def _random(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * random.random()
+
+    def _kernel(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * (2.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0)
+
+
+KINDS = [name.removeprefix("_") for name in vars(Around) if name.startswith("_") and name[1].isalpha()]
+
+
+@contextmanager
+def around_forward(model: nn.Module) -> Iterator[None]:
+    """Set, for forward alone, what the kinds read."""
+    wrapped = [module for module in model.modules() if isinstance(module, Around)]
+    token = SCALE.set(1.5)
+    for module in wrapped:
+        module.factor = 1.25
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        SCALE.reset(token)
+        for module in wrapped:
+            module.factor = 0.5
+
+
+def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
+    """Return losses, gradients, buffers, attributes and the next random numbers of some steps."""
+    random.seed(0), np.random.seed(0), GENERATOR.manual_seed(0)
+    model = tiny_llama().train()
+    for layer in model.model.layers:
+        layer.mlp = Around(layer.mlp, model.config.hidden_size)
+        layer.mlp.kind = kind
+    applied = None if plan is None else apply(model, plan)
+    found: list[Any] = []
+    for step in range(steps):
+        ids = torch.arange(48).reshape(2, 24) + step
+        model.train()
+        with around_forward(model):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        model.eval()
+        loss.backward()
+        found.append(loss.detach())
+    assert (applied is not None and applied.stats().recomputes > 0) or plan is None
+    if applied is not None:
+        applied.remove()
+    found += [weight.grad for weight in model.parameters() if weight.grad is not None]
+    found += list(model.buffers())
+    found += [torch.tensor([layer.mlp.calls, len(layer.mlp.seen)]) for layer in model.model.layers]
+    return [*found, torch.tensor([random.random(), np.random.rand()]), torch.rand(1, generator=GENERATOR)]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_in_backward_reads_what_forward_read(kind: str, plan: dict[str, Any]) -> None:
+    expected, found = run(kind, None), run(kind, plan)
+    assert len(expected) == len(found)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def both_backward_at_once(plan: dict[str, Any] | None) -> list[torch.Tensor]:
+    model = tiny_llama().train()
+    for layer in model.model.layers:
+        layer.mlp = Around(layer.mlp, model.config.hidden_size)
+        layer.mlp.kind = "batch_norm"
+    if plan is not None:
+        apply(model, plan)
+    losses = []
+    for step in range(2):
+        ids = torch.arange(48).reshape(2, 24) + step
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    sum(losses).backward()
+    return [*(weight.grad for weight in model.parameters() if weight.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_two_forwards_before_a_backward(plan: dict[str, Any]) -> None:
+    expected, found = both_backward_at_once(None), both_backward_at_once(plan)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def adapters(plan: dict[str, Any] | None, change: Callable[[Any], None]) -> list[torch.Tensor]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny_llama(), config)
+    model.add_adapter("other", config)
+    if plan is not None:
+        apply(model, plan)
+    ids = torch.arange(48).reshape(2, 24)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    change(model)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("lora_" in name)  # whatever the change has switched off
+    loss.backward()
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+def _scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale") and hasattr(module, "lora_A"):
+            module.set_scale("default", 7.0)
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model: model.base_model.set_adapter("other"), id="another adapter"),
+        pytest.param(lambda model: model.base_model.disable_adapter_layers(), id="adapters off"),
+        pytest.param(_scaled, id="scaling"),
+    ],
+)
+def test_adapters_that_change_after_forward(plan: dict[str, Any], change: Callable[[Any], None]) -> None:
+    expected, found = adapters(None, change), adapters(plan, change)
+    assert expected
+    assert len(expected) == len(found)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -196,7 +196,8 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset, torch.dtype)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_GROUPS = (tuple, frozenset, list, dict)
 _MOST_ITEMS = 256
 """A longer container among the attributes of a module is data, and not what a call sets."""
 
@@ -217,11 +218,21 @@ class ModuleFacts:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self.attributes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self._containers: list[tuple[dict[str, Any], str]] = []
         for module in modules:
-            names = tuple(name for name in vars(module) if name not in _OF_EVERY_MODULE)
-            self.attributes.append((vars(module), names))
+            own = vars(module)
+            names = tuple(name for name in own if name not in _OF_EVERY_MODULE)
+            self.attributes.append((own, names))
+            self._containers += [(own, name) for name in names if isinstance(own[name], list | dict)]
         self.written: set[tuple[int, str]] | None = None
         self.generators: dict[int, torch.Generator] = {}
+
+    def containers(self) -> Iterator[Any]:
+        """Yield the lists and dicts among the attributes, but those that are data."""
+        for own, name in self._containers:
+            found = own.get(name)
+            if isinstance(found, list | dict) and len(found) <= _MOST_ITEMS:
+                yield found
 
 
 class _NotingGenerators(TorchFunctionMode):
@@ -253,8 +264,8 @@ class CalledModule:
     """
 
     __slots__ = (
-        *("_buffers", "_caches_before", "_facts", "_generators", "_held", "_hooks", "_hooks_before", "_host"),
-        *("_modules", "_trained", "_values", "_versions", "name"),
+        *("_buffers", "_caches_before", "_containers", "_facts", "_generators", "_held", "_hooks"),
+        *("_hooks_before", "_host", "_modules", "_trained", "_values", "_versions", "name"),
     )
 
     def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
@@ -284,7 +295,8 @@ class CalledModule:
         self._versions = [tensor._version for tensor in held]
         self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._caches_before = [(place, place.copy()) for place in caches]
-        self._values = [[_seen(own, name) for name in names] for own, names in facts.attributes]
+        self._values = [own.copy() for own, _ in facts.attributes]
+        self._containers = [(place, place.copy()) for place in facts.containers()]
         self._buffers = list(self._buffers_before())
         self._generators = [(one, one.get_state()) for one in facts.generators.values()]
         self._host: list[tuple[Callable[[Any], None], Any]] | None = _host_random_state()
@@ -372,9 +384,13 @@ class CalledModule:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
         for (own, names), values in zip(self._facts.attributes, self._values, strict=True):
-            for name, before in zip(names, values, strict=True):
-                if before is not _ABSENT:
+            for name in names:
+                if own.get(name, _ABSENT) is not (before := values.get(name, _ABSENT)):
                     _set_attribute(own, name, before, undo)
+        for place, items in self._containers:
+            if not _same_items(place, items):
+                undo.callback(put_back, place, place.copy())
+                put_back(place, items)
         for own, name, _, _, copied in self._buffers:
             if copied is not None:
                 undo.callback(own.__setitem__, name, own[name])
@@ -394,31 +410,13 @@ class CalledModule:
         return f"{self.name}: an argument" if what is None else f"{self.name}: the weight {what}"
 
 
-def _seen(own: Mapping[str, Any], name: str) -> Any:
-    """Return what is kept of an attribute: its value, of a container its items too; else `_ABSENT`."""
-    value = own.get(name, _ABSENT)
-    if isinstance(value, list | dict) and len(value) <= _MOST_ITEMS:
-        return _Container(value, value.copy())
-    return value if isinstance(value, _PLAIN) else _ABSENT
-
-
-class _Container(NamedTuple):
-    """A list or dict among the attributes of a module, and its items when a call began."""
-
-    place: Any
-    items: Any
-
-
 def _set_attribute(own: dict[str, Any], name: str, before: Any, undo: ExitStack) -> None:
+    """Give an attribute the plain value, or the container, that it had; ``undo`` gives it the present one."""
     now = own.get(name, _ABSENT)
-    if isinstance(before, _Container):
-        if not _same_items(before.place, before.items):
-            undo.callback(put_back, before.place, before.place.copy())
-            put_back(before.place, before.items)
-        before = before.place
-    elif type(now) is type(before) and now == before:
-        return
-    if now is before:
+    if isinstance(before, _PLAIN):
+        if type(now) is type(before) and now == before:
+            return
+    elif not isinstance(before, _GROUPS):
         return
     undo.callback(own.pop, name, None) if now is _ABSENT else undo.callback(own.__setitem__, name, now)
     own[name] = before

@@ -41,9 +41,10 @@ device copy. A ticket of before then has the wrong values to offer and raises `S
 does for any weight that was written between forward and backward. A write during the layer's call would be
 lost with the device block, and is an error.
 
-Writes through ``weight.data`` raise no version (PEFT merges adapters so). So a forward without gradients
-begins with no layer on the device. One with gradients finds at most the layers with which a backward ended;
-they are dropped if a sample of the words of each weight has changed (``_SAMPLED_WORDS``). Other data put in
+Writes through ``weight.data`` raise no version (PEFT merges adapters so). So a forward of a model in
+evaluation begins with no layer on the device. One in training, also a chunk's without gradients, finds at
+most the layers with which a pass ended; they are dropped if a sample of the words of each weight has changed
+(``_SAMPLED_WORDS``). Other data put in
 the place of a weight's is copied to the host block.
 
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
@@ -681,7 +682,7 @@ class FrozenWeights:
         """Drop copies from before this forward, if the weights may have been written since."""
         for layer in self.layers:
             if layer.on_device and not layer.running:
-                if torch.is_grad_enabled():
+                if torch.is_grad_enabled() or self._root.training:
                     layer.note_silent_writes()
                 else:
                     layer.drop()

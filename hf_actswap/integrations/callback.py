@@ -709,6 +709,8 @@ class ArgumentsCallback(ActSwapCallback):
         return getattr(args, "actswap", None)
 
     def _gives_way_to(self, other: TrainerCallback, args: TrainingArguments) -> bool:
+        if isinstance(other, ArgumentsCallback):  # that of the environment, where the arguments say nothing
+            return self._source is None
         return isinstance(other, ActSwapCallback)
 
     def _replaced_by_given_callback(self, args: TrainingArguments) -> bool:

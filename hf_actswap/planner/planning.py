@@ -64,26 +64,26 @@ class PlanningTask:
         profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
         budget_bytes: the most device memory that a step may use, fragments included.
-        device_bytes: the most that the device has for the process, the least of all ranks.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states and frozen weights take.
         unpredicted_bytes: the most that a step so far used beyond the prediction of its plan.
         step: the recorded step; scaled to ``size`` it is ``profile``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
+        device_bytes: the most that the device has for the process, the least of all ranks.
     """
 
     profile: Profile
     fixed: MemoryPlan
     memory: MemoryConfig
     budget_bytes: int
-    device_bytes: int
     unplanned: Prediction
     states_bytes: int = 0
     unpredicted_bytes: int = 0
     step: RecordedStep | None = None
     size: BatchSize | None = None
     in_flight: float = 1
+    device_bytes: int = 0
 
     def at(self, size: BatchSize) -> Profile:
         """Return the profile at another batch size; `ValueError`: the step cannot be scaled to it."""
@@ -196,13 +196,13 @@ def agreed_task(
         fixed,
         memory,
         budget,
-        least_device_bytes,
         unplanned,
         states_bytes,
         unpredicted_bytes,
         step,
         size,
         in_flight,
+        least_device_bytes,
     )
 
 

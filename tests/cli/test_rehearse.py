@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_actswap.cli import rehearsal_report, rehearse
+from hf_actswap.cli import rehearsal_report
 from hf_actswap.cli.output import Answer
+from hf_actswap.cli.program import run_program
 from hf_actswap.cli.rehearsal_report import read_reports, rehearsed
 from hf_actswap.rehearsal import Options
 from hf_actswap.rehearsal.launch import SETTINGS, STARTUP
@@ -72,9 +73,9 @@ def test_bitsandbytes_is_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_is_the_programs() -> None:
-    assert rehearse._run([sys.executable, "-c", "import sys; sys.exit(7)"], os.environ) == 7
+    assert run_program([sys.executable, "-c", "import sys; sys.exit(7)"], os.environ) == 7
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert rehearse._run([sys.executable, "-c", killed], os.environ) == 128 + signal.SIGKILL
+    assert run_program([sys.executable, "-c", killed], os.environ) == 128 + signal.SIGKILL
 
 
 def test_signals_go_to_the_program(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_signals_go_to_the_program(tmp_path: Path) -> None:
 
     threading.Thread(target=stop, daemon=True).start()
     before = signal.getsignal(signal.SIGTERM)
-    assert rehearse._run([sys.executable, "-c", waits], os.environ) == 5
+    assert run_program([sys.executable, "-c", waits], os.environ) == 5
     assert signal.getsignal(signal.SIGTERM) is before
 
 

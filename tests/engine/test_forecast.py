@@ -177,11 +177,11 @@ def test_a_plan_that_swaps_and_recomputes_is_recorded_once(
 ) -> None:
     runs = []
 
-    def counted(*call: Any) -> Any:
+    def counted(*call: Any, **called: Any) -> Any:
         runs.append(call)
         if fails:
             raise NotImplementedError("no fakes")
-        return record_saved(*call)
+        return record_saved(*call, **called)
 
     monkeypatch.setattr(host_budget, "record_saved", counted)
     model = tiny_llama()

@@ -157,7 +157,7 @@ def test_it_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         gradients_of_step(model)
         gradients_of_step(model)  # decided once
     expected = stays("input_layernorm.rsqrt", 4 * TOKENS, 4 * TOKENS)
-    assert [record.message for record in caplog.records if record.levelno == logging.INFO] == [expected]
+    assert [record.message for record in caplog.records].count(expected) == 1
     (warned,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warned.startswith("The plan recomputes nothing in a step")
 

@@ -394,7 +394,7 @@ def test_a_loss_of_whole_logits_says_so_and_is_right(caplog: pytest.LogCaptureFi
     assert furthest(found, expected) < 1e-6
     assert adjustment.got == "whole logits"
     assert "aten.mean" in adjustment.reason
-    assert [record.getMessage() for record in caplog.records] == [str(adjustment)]
+    assert [record.getMessage() for record in caplog.records].count(str(adjustment)) == 1
 
 
 def test_a_forward_that_reads_the_heads_weight_itself_is_right_and_this_is_said() -> None:

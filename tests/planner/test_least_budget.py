@@ -144,7 +144,7 @@ def test_where_it_is_not_known_it_says_nothing() -> None:
     assert "(2, 16)" in known(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert known(model, sharded=True) == ""
-    assert known(model, autocast=True) == ""
+    assert "(2, 16)" in known(model, autocast=True)
 
 
 @pytest.mark.slow

@@ -419,7 +419,7 @@ class TimedRun:
 def search_of(share: float, steps: int = 8) -> tuple[SearchPhase, TimedRun, int]:
     """A search for batches of 512 tokens, whose budget is a share of what they take."""
     step = recorded_on_paper((4, 128), "sdpa")
-    step = replace(step, profile=replace(step.profile, outside_ms=5.0))
+    step = replace(step, profile=replace(step.profile, outside_ms=5.0, source="measured"))
     peak_bytes = measured_peak_bytes(step.profile)
     memory = MemoryConfig(mode="adaptive", budget_gib=share * peak_bytes / GIB)
     task = agreed_task(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)

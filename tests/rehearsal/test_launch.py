@@ -35,8 +35,8 @@ def test_every_device_with_cuda_whose_rates_are_known_can_be_rehearsed() -> None
     rates = {rate.name: rate.memory_bytes for rate in RATES if rate.name not in ("cpu", "MI300X")}
     facts = {found.kind: found.memory_bytes for found in DEVICES}
     assert facts.keys() == rates.keys()
-    for kind, most_bytes in rates.items():  # what a process can use is a little less than what there is
-        assert 0 <= facts[kind] - most_bytes <= 0.02 * facts[kind], kind
+    for kind, most_bytes in rates.items():  # a process can use what there is, less half a GiB of CUDA's own
+        assert 0 <= facts[kind] - 2**29 - most_bytes <= 0.01 * facts[kind], kind
 
 
 @pytest.mark.parametrize("name", ["H100", "h100-80", "NVIDIA H100 80GB HBM3"])

@@ -149,7 +149,7 @@ DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("H200", 139.0, (660, 50, 545, 3.2), _H200_LINK, _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("H100", 78.6, (640, 50, 530, 2.25), _link(55), _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("A100-80", 78.7, (240, 18, 180, 1.35), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
-    _accelerator("A100-40", 38.9, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
+    _accelerator("A100-40", 38.8, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
     _accelerator("B200", 177.8, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("L40S", 43.9, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * _GIB, _DDR4)),
     _accelerator("RTX 4090", 23.0, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),

@@ -51,7 +51,7 @@ def let_segments_expand(device: torch.device) -> Undo | None:
     if set_by_user():
         logger.info(_USERS_CHOICE, SETTING)
         return None
-    written = str(before["PYTORCH_CUDA_ALLOC_CONF"])
+    written = next((str(before[name]) for name in VARIABLES if before.get(name)), "")
     torch.cuda.empty_cache()  # segments of the other kind serve no later request
     _set(_joined(written, True))
     try:

@@ -683,6 +683,8 @@ class Planner:
         paper, steps are recorded: they may need less than was computed.
         """
         run, phase = self._run, self._phase
+        if self.progress is not None:  # it takes seconds
+            self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
         profile = run.profile_on_paper(args, kwargs)
         if not all(from_all_ranks(profile is not None)):
             return False

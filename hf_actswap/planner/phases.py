@@ -95,6 +95,10 @@ from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps, module_weights
 
 STEPS_PER_TRIAL = 2
+LEAST_ON_PAPER_BYTES = 4 * GIB
+"""On less memory steps are recorded: parts of the allocator's pages, of 20 MiB each, are a larger share there
+than a plan from shapes leaves to them."""
+
 TIMED_STEPS = 2
 """How many steps are timed once a plan that was found on paper runs as any other."""
 
@@ -683,6 +687,10 @@ class Planner:
         paper, steps are recorded: they may need less than was computed.
         """
         run, phase = self._run, self._phase
+        budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
+        least = there if budget_gib is None else min(there, round(budget_gib * GIB))
+        if not all(from_all_ranks(run.idle.device.type == "cpu" or least >= LEAST_ON_PAPER_BYTES)):
+            return False
         if self.progress is not None:  # it takes seconds
             self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
         profile = run.profile_on_paper(args, kwargs)

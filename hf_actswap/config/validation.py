@@ -233,10 +233,11 @@ class Findings:
         """Return the word by which a type says off; ``value``, if it has none."""
         for word in (False, None, "off", "keep"):
             try:
-                adapter.validate_python(word, context=context)
+                read = adapter.validate_python(word, context=context)
             except ValidationError:
                 continue
-            return word
+            if word in (False, None) or read == word:  # else any text is a name there
+                return word
         return value
 
     def unknown_key(

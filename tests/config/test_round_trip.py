@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.config import ActSwapConfig, MemoryConfig, SwapConfig, load_config
@@ -146,6 +146,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return draw(st.fixed_dictionaries({"swap_config": sections.pop("swap_config")}, optional=sections))
 
 
+@example({"swap_config": {"swap": False}, "tile_config": {"tile": [{"op_name": ["FALSE"]}]}})
 @settings(max_examples=300, deadline=None)
 @given(documents())
 def test_round_trip(document: dict[str, Any]) -> None:

@@ -448,13 +448,14 @@ class Planner:
 
     def _end_step(self) -> None:
         phase = self._phase
+        self._time_step()
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)
         elif isinstance(phase, SearchPhase):
             over = phase.step_ended()
             if not (phase.corrected and self._states_move_now(phase)) and over:
                 self._settle(phase)
-        elif self._timed(phase).step_ended():
+        elif phase.step_ended():
             missed = phase.missed_by_bytes
             self._beyond_bytes = self._beyond_bytes + missed if missed else 0
             self._last = phase.plan
@@ -467,9 +468,9 @@ class Planner:
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             self.progress(self._phase.name, self._phase.steps_left)
 
-    def _timed(self, phase: Stable) -> Stable:
+    def _time_step(self) -> None:
         """Time the first steps under a plan that was found on paper: those under the guard took longer."""
-        if self._times_left and self.outcome is not None:
+        if isinstance(self._phase, Stable) and self._times_left and self.outcome is not None:
             measured_ms = self._run.measured_here().step_ms
             before, self._times_left = self.outcome, self._times_left - 1
             step_ms = measured_ms if self._times_left == TIMED_STEPS - 1 else min(measured_ms, before.step_ms)
@@ -478,7 +479,6 @@ class Planner:
             if not self._times_left:
                 said = "a step takes %.0f ms; %.0f were predicted"
                 self._run.log.info(said, step_ms, self._predicted_ms)
-        return phase
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward (``step``, and nothing else) of a micro-batch, again if memory runs out.
@@ -689,24 +689,20 @@ class Planner:
         run, phase = self._run, self._phase
         budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
         least = there if budget_gib is None else min(there, round(budget_gib * GIB))
-        if not all(from_all_ranks(run.idle.device.type == "cpu" or least >= LEAST_ON_PAPER_BYTES)):
+        enough, on_paper = least >= LEAST_ON_PAPER_BYTES, run.profile_on_paper
+        known = on_paper is not None and (enough or run.idle.device.type == "cpu")
+        if not all(from_all_ranks(known)) or on_paper is None:
             return False
         if self.progress is not None:  # it takes seconds
             self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
-        profile = run.profile_on_paper(args, kwargs)
-        if not all(from_all_ranks(profile is not None)):
+        profile = on_paper(args, kwargs)
+        if not all(from_all_ranks(profile is not None)) or profile is None:
             return False
-        assert profile is not None
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
         on_device = run.meter.allocated_bytes() + profile.optimizer_state_bytes
-        link = run.transfer.link()
-        step = RecordedStep(
-            replace(profile, link=link, device=run.device_name),
-            module_weights(root, structure),
-            on_device,
-            streamed,
-        )
+        profile = replace(profile, link=run.transfer.link(), device=run.device_name)
+        step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):
             phase.close()
         self._plans += 1
@@ -853,9 +849,8 @@ class Planner:
         if fixed.tiles and self._unplanned is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
-        if (
-            not best.plan.rows and not fixed.tiles and self._unplanned is None
-        ):  # whatever the batches' lengths
+        # whatever the batches' lengths
+        if not best.plan.rows and not fixed.tiles and self._unplanned is None:
             said = source if source.startswith("measured") else "measured"
             return Outcome(used_bytes, best.step_ms, used_bytes, best.step_ms, said, "measured")
         kept_everything = (trial for trial in search.trials if trial.plan.rows == fixed.rows)

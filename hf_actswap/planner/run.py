@@ -116,7 +116,8 @@ class Run:
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
         least_in_tiles: the same in all tiles that the planner may choose, and the plan with these tiles.
-        profile_on_paper: returns the profile of the coming step, computed from shapes; ``None``: not known.
+        profile_on_paper: returns the profile of the coming step, computed from shapes (``None``: the model
+            does not run on fake tensors); ``None``: no step of this training can be computed.
         states: the optimizer's states, if they are kept on the host between its steps.
         make_states: makes these; ``None``: the planner may not choose to keep them there.
         weights: the frozen weights of layers, if they are on the host.
@@ -136,7 +137,7 @@ class Run:
     device_name: str
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None]
     least_in_tiles: LeastInTiles
-    profile_on_paper: Callable[[tuple[Any, ...], dict[str, Any]], Profile | None]
+    profile_on_paper: Callable[[tuple[Any, ...], dict[str, Any]], Profile | None] | None
     states: OptimizerStates | None = None
     make_states: Callable[[], OptimizerStates] | None = None
     weights: FrozenWeights | None = None

@@ -87,6 +87,9 @@ class StepOnPaper:
         fixed: returns the fates written by hand, with the current tiles.
         states_moved: returns whether the optimizer's states wait on the host.
         ladder: plans with more and more in tiles that the planner may choose.
+
+    Attributes:
+        knows_steps: whether a step can be timed on paper: the device's rates are known, nothing is compiled.
     """
 
     def __init__(
@@ -100,7 +103,6 @@ class StepOnPaper:
     ) -> None:
         self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
         self._rates, self._workspaces = known_device_or_default(device), device != "cpu"
-        self._known_rates = self._workspaces and device_kind(device) is not None
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
@@ -109,6 +111,9 @@ class StepOnPaper:
         self._shape: tuple[int, ...] = ()
         self._gradients_exist, self._micro_batches = False, training.micro_batches
         self._known: dict[object, int | None] = {}
+
+        compiled = self._structure.compiled or any(layer.compiled for layer in self._structure.layers)
+        self.knows_steps = self._workspaces and device_kind(device) is not None and not compiled
 
     def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember a batch; a forward pre-hook of the model. Floating-point values are not kept."""
@@ -122,16 +127,10 @@ class StepOnPaper:
     def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile | None:
         """Return the profile of the last micro-batch of a step, with the tiles that are on the model.
 
-        ``None``: the device's rates are not known, weights are sharded or compiled, or the model does not run
-        on fake tensors. ``args`` and ``kwargs`` are those of the coming forward.
+        ``None``: weights are sharded, or the model does not run on fake tensors. ``args`` and ``kwargs`` are
+        those of the coming forward.
         """
         self.forward_starts(self._root, args, kwargs)
-        if (
-            not self._known_rates
-            or self._structure.compiled
-            or any(layer.compiled for layer in self._structure.layers)
-        ):
-            return None
         return _on_own_thread(lambda: self._profile(self._micro_batches > 1))
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -261,7 +260,8 @@ class _AutocastOnFakes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._done = False
+        accelerator = torch.accelerator.current_accelerator()
+        self._kind = None if accelerator is None else accelerator.type
 
     def __torch_function__(
         self,
@@ -270,11 +270,10 @@ class _AutocastOnFakes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        accelerator = torch.accelerator.current_accelerator()
-        if not self._done and accelerator is not None and torch.is_autocast_enabled(accelerator.type):
-            self._done = True
-            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype(accelerator.type))
+        if self._kind is not None and torch.is_autocast_enabled(self._kind):
+            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype(self._kind))
             torch.set_autocast_enabled("cpu", True)
+            self._kind = None
         return func(*args, **(kwargs or {}))
 
 
@@ -354,7 +353,7 @@ def start_planner(
         host_bytes=host.limit_bytes,
         least_bytes=paper.least_bytes,
         least_in_tiles=paper.least_in_tiles,
-        profile_on_paper=paper.profile,
+        profile_on_paper=paper.profile if paper.knows_steps else None,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)

@@ -19,7 +19,6 @@ every hook returns at once.
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -469,7 +468,7 @@ class Engine:
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = ScopeModules(scope, tuple(module.modules()))
-        facts = ModuleFacts(place.modules)
+        facts = ModuleFacts(module)
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
         compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
@@ -506,7 +505,7 @@ class Engine:
         return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
-        facts = ModuleFacts(tuple(module.modules()))
+        facts = ModuleFacts(module)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
@@ -561,7 +560,7 @@ def checkpointed(layer: nn.Module, name: str, counters: Counters) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
-    again = CheckpointedLayer(name, layer)
+    again = CheckpointedLayer(name, layer, counters)
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -575,21 +574,10 @@ def checkpointed(layer: nn.Module, name: str, counters: Counters) -> Undo:
         held = (*(item for item in args if not isinstance(item, torch.Tensor)), *kwargs.values())
         device = next((item.device for item in args if isinstance(item, torch.Tensor)), torch.device("cpu"))
         call = again.called(device, held)
-        run = counting_repeats(partial(call.run, forward), counters)
+        run = partial(call.run, forward)
         return checkpoint(run, *args, use_reentrant=False, context_fn=call.contexts, **kwargs)
 
     return replace_forward(layer, checkpointed_forward)
-
-
-def counting_repeats(forward: Callable[..., Any], counters: Counters) -> Callable[..., Any]:
-    """Return ``forward`` for one call: each run of it after the first counts as a recomputation."""
-    runs = itertools.count()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        counters.recomputes += next(runs) > 0
-        return forward(*args, **kwargs)
-
-    return run
 
 
 class CheckpointWatch:

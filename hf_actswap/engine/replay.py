@@ -9,7 +9,7 @@ Beside autocast and random numbers, a program may change between a forward and i
   it was (prefix tuning; a call with ``use_cache``).
 * **Settings of the process** by which PyTorch chooses kernels (`sdpa_kernel`, deterministic algorithms), and
   context variables, which a ``with`` around the forward alone has set.
-* **Attributes of modules** that choose their path: the active adapter, its scaling, ``training``, which
+* **Attributes of modules**, and the modules in them: the active adapter, its scaling, ``training``, which
   parameters are trained. And what a forward counts or collects in them must not be counted twice.
 * **Buffers.** A forward may write them (running statistics): run again, it must read the old values, and what
   it writes then is dropped.
@@ -37,12 +37,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ..plan.dry_run import put_back
 from ..plan.opnames import function_name
+from .hook_wrappers import ReplacedMethod
+from .stats import Counters
 from .tickets import StaleTensorError
 
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -94,6 +97,9 @@ def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
 
 
 _CPU = torch.device("cpu")
+
+_Writable = tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]
+"""Where a tensor is that a call may write in place: place and name; the tensor, its version, and a copy."""
 
 RandomState = dict[torch.device, torch.Tensor]
 """State of the default generators, by device."""
@@ -196,8 +202,6 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_GROUPS = (tuple, frozenset, list, dict)
 _MOST_ITEMS = 256
 """A longer container among the attributes of a module is data, and not what a call sets."""
 
@@ -209,23 +213,42 @@ class ModuleFacts:
 
     Attributes:
         modules: the module, and those inside it.
-        attributes: of each module with attributes of its own, where they are, and their names.
-        written: the buffers that a call has written, as (id of the module's buffers, name); ``None``: no
-            call has ended yet.
+        places: the dicts in which each of them keeps attributes, weights, buffers and modules.
+        written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
+            the place, name).
         generators: generators of random numbers that its functions were given, beside the default ones.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.attributes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-        self._containers: list[tuple[dict[str, Any], str]] = []
-        for module in modules:
-            own = vars(module)
-            names = tuple(name for name in own if name not in _OF_EVERY_MODULE)
-            self.attributes.append((own, names))
-            self._containers += [(own, name) for name in names if isinstance(own[name], list | dict)]
-        self.written: set[tuple[int, str]] | None = None
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
+        self._look()
+
+    def _look(self) -> None:
+        self.modules = tuple(self._module.modules())
+        self._children = [dict(module._modules) for module in self.modules]
+        self._modes: set[tuple[bool, ...]] = set()
+        self.places: list[dict[str, Any]] = []
+        self._containers: list[tuple[dict[str, Any], str]] = []
+        self._tensors: list[tuple[dict[str, Any], str]] = []
+        for module in self.modules:
+            own = vars(module)
+            self.places += (own, module._parameters, module._buffers, module._modules)
+            for name, value in own.items():
+                if name not in _OF_EVERY_MODULE and isinstance(value, list | dict):
+                    self._containers.append((own, name))
+                elif isinstance(value, torch.Tensor):
+                    self._tensors.append((own, name))
+
+    def is_first_call(self) -> bool:
+        """Whether no call has been made with these modules inside, in these modes (training, evaluation)."""
+        if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
+            self._look()
+        mode = tuple([module.training for module in self.modules])
+        first = mode not in self._modes
+        self._modes.add(mode)
+        return first
 
     def containers(self) -> Iterator[Any]:
         """Yield the lists and dicts among the attributes, but those that are data."""
@@ -233,6 +256,16 @@ class ModuleFacts:
             found = own.get(name)
             if isinstance(found, list | dict) and len(found) <= _MOST_ITEMS:
                 yield found
+
+    def tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Yield what a call may write in place: buffers, tensors among attributes; with place and name."""
+        for module in self.modules:
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    yield module._buffers, name, tensor
+        for own, name in self._tensors:
+            if isinstance(tensor := own.get(name), torch.Tensor):
+                yield own, name, tensor
 
 
 class _NotingGenerators(TorchFunctionMode):
@@ -264,13 +297,14 @@ class CalledModule:
     """
 
     __slots__ = (
-        *("_buffers", "_caches_before", "_containers", "_facts", "_generators", "_held", "_hooks"),
-        *("_hooks_before", "_host", "_modules", "_trained", "_values", "_versions", "name"),
+        *("_caches_before", "_containers", "_facts", "_first", "_generators", "_held", "_hooks"),
+        *("_hooks_before", "_host", "_items", "_modules", "_places", "_tensors", "_trained", "_versions"),
+        "name",
     )
 
     def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
-        self.name, self._facts, self._modules = name, facts, facts.modules
-        modules = facts.modules
+        self.name, self._facts, self._first = name, facts, facts.is_first_call()
+        self._modules = modules = facts.modules
         own = _set_to_themselves(modules)
         held: list[torch.Tensor] = [
             weight
@@ -295,15 +329,15 @@ class CalledModule:
         self._versions = [tensor._version for tensor in held]
         self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._caches_before = [(place, place.copy()) for place in caches]
-        self._values = [own.copy() for own, _ in facts.attributes]
+        self._places, self._items = facts.places, [dict(place.items()) for place in facts.places]
         self._containers = [(place, place.copy()) for place in facts.containers()]
-        self._buffers = list(self._buffers_before())
+        self._tensors = list(self._tensors_before())
         self._generators = [(one, one.get_state()) for one in facts.generators.values()]
         self._host: list[tuple[Callable[[Any], None], Any]] | None = _host_random_state()
 
     def noting(self) -> AbstractContextManager[Any]:
         """Return the context in which the call runs: in a module's first one generators are noted."""
-        if self._facts.written is None:
+        if self._first:
             return _NotingGenerators(self)
         return nullcontext()
 
@@ -314,33 +348,32 @@ class CalledModule:
             self._generators.append((generator, generator.get_state()))
 
     def ends(self) -> None:
-        """Note that the call has ended in forward: which buffers it has written, and what it has drawn.
+        """Note that the call has ended in forward: what it has written in place, and what it has drawn.
 
         The first call compares values: a fused kernel writes running statistics without a new version. That
-        waits for the device, once.
+        waits for the device, once. What no call writes must not be written by others until backward.
         """
-        first, known = self._facts.written is None, self._facts.written or set()
-        written = {
-            (id(own), name)
-            for own, name, tensor, version, copied in self._buffers
-            if own.get(name) is not tensor
-            or tensor._version != version
-            or (first and copied is not None and not torch.equal(tensor, copied))
-        }
-        self._facts.written = written = written | known
-        self._buffers = [item for item in self._buffers if (id(item[0]), item[1]) in written]
+        written, known = [], self._facts.written
+        for place, name, tensor, version, copied in self._tensors:
+            key = id(place), name
+            fused = self._first and copied is not None and not torch.equal(tensor, copied)
+            if tensor._version != version or fused:
+                known.add(key)
+            if key in known:
+                written.append((place, name, tensor, version, copied))
+            else:
+                self._held.append(tensor)
+                self._versions.append(version)
+        self._tensors = written
         if self._host is not None and _same_host_random_state(self._host):
             self._host = None
 
-    def _buffers_before(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]]:
-        """Yield (module's buffers, name, buffer, version, copy): a copy of what this call may write."""
+    def _tensors_before(self) -> Iterator[_Writable]:
         written = self._facts.written
-        for module in self._modules:
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    may_write = written is None or (id(module._buffers), name) in written
-                    copied = tensor.detach().clone() if may_write else None
-                    yield module._buffers, name, tensor, tensor._version, copied
+        for place, name, tensor in self._facts.tensors():
+            may_write = self._first or (id(place), name) in written
+            copied = tensor.detach().clone() if may_write else None
+            yield place, name, tensor, tensor._version, copied
 
     def check(self) -> None:
         """Raise `StaleTensorError` if something that it may read was written in place since the call."""
@@ -383,18 +416,17 @@ class CalledModule:
             if weight.requires_grad != trained:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
-        for (own, names), values in zip(self._facts.attributes, self._values, strict=True):
-            for name in names:
-                if own.get(name, _ABSENT) is not (before := values.get(name, _ABSENT)):
-                    _set_attribute(own, name, before, undo)
+        for place, items in zip(self._places, self._items, strict=True):
+            _restore_items(place, items, undo)
         for place, items in self._containers:
             if not _same_items(place, items):
                 undo.callback(put_back, place, place.copy())
                 put_back(place, items)
-        for own, name, _, _, copied in self._buffers:
-            if copied is not None:
-                undo.callback(own.__setitem__, name, own[name])
-                own[name] = copied.clone()  # a graph that is kept runs it again
+        for place, name, tensor, version, copied in self._tensors:
+            if copied is None:  # no call before has written it
+                raise StaleTensorError(tensor.shape, version, tensor._version, f"{self.name}: {name}")
+            undo.callback(place.__setitem__, name, place[name])
+            place[name] = copied.clone()  # a graph that is kept runs it again
         for generator, before in self._generators:
             undo.callback(generator.set_state, generator.get_state())
             generator.set_state(before)
@@ -405,21 +437,35 @@ class CalledModule:
                 put(before)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
-        found = (name for name, weight in self._modules[0].named_parameters() if weight is tensor)
-        what = next(found, None)
-        return f"{self.name}: an argument" if what is None else f"{self.name}: the weight {what}"
+        for name, weight in self._modules[0].named_parameters():
+            if weight is tensor:
+                return f"{self.name}: the weight {name}"
+        names = (name for _, name, held in self._facts.tensors() if held is tensor)
+        return f"{self.name}: {next(names, 'an argument')}"
 
 
-def _set_attribute(own: dict[str, Any], name: str, before: Any, undo: ExitStack) -> None:
-    """Give an attribute the plain value, or the container, that it had; ``undo`` gives it the present one."""
-    now = own.get(name, _ABSENT)
-    if isinstance(before, _PLAIN):
-        if type(now) is type(before) and now == before:
-            return
-    elif not isinstance(before, _GROUPS):
-        return
-    undo.callback(own.pop, name, None) if now is _ABSENT else undo.callback(own.__setitem__, name, now)
-    own[name] = before
+def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
+    """Give a dict of a module the very values that it had; ``undo`` gives it the present ones."""
+    now = dict(place.items())
+    changed = [
+        name
+        for name in (before if before.keys() == now.keys() else before | now)
+        if before.get(name, _ABSENT) is not now.get(name, _ABSENT)
+        and _is_programs_own(name, before.get(name))
+        and _is_programs_own(name, now.get(name))
+    ]
+    if changed:
+        undo.callback(put_back, place, now)
+    for name in changed:
+        if name in before:
+            place[name] = before[name]
+        else:
+            del place[name]
+
+
+def _is_programs_own(name: str, value: Any) -> bool:
+    """Whether the program sets a value itself: not a wrapper of this package, nor FSDP2 a sharded weight."""
+    return name not in _OF_EVERY_MODULE and not isinstance(value, ReplacedMethod | DTensor)
 
 
 def _same_items(now: Any, before: Any) -> bool:
@@ -520,12 +566,13 @@ class CheckpointedLayer:
 
     Attributes:
         name: name of the layer in messages.
+        counters: where its runs in backward are counted.
         shown: whether a run has shown that the layer does not do so.
     """
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self.name, self.shown = name, False
-        self._facts = ModuleFacts(tuple(layer.modules()))
+    def __init__(self, name: str, layer: nn.Module, counters: Counters) -> None:
+        self.name, self.counters, self.shown = name, counters, False
+        self._facts = ModuleFacts(layer)
 
     def called(self, device: torch.device, values: Sequence[Any]) -> CheckpointedCall:
         """Return a call that begins now; ``values`` as of `CalledModule`."""
@@ -549,6 +596,7 @@ class CheckpointedCall:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward; in backward with the context variables of the call."""
         if self._ran:
+            self._layer.counters.recomputes += 1
             return self._state.run(forward, *args, **kwargs)
         self._ran = True
         try:

@@ -275,12 +275,14 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
 def small_real_call(model: nn.Module) -> Iterator[None]:
     """Prepare a call of ``model`` on real tensors that stands for a dry one: autograd saves nothing.
 
-    For models whose code cannot run on fake tensors. Hooks are off, nothing is compiled, and attributes,
-    buffers and the default generators of random numbers are as before at the end.
+    For models whose code cannot run on fake tensors. Hooks are off, nothing is compiled, and attributes (the
+    values of tensors too), buffers and the default generators of random numbers are as before at the end.
     """
     used = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
     kinds = {device.type: [one for one in used if one.type == device.type] for device in used}
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    tensors = (value for value in attributes if isinstance(value, torch.Tensor))
+    kept = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *tensors)]
     with uninterrupted(), unchanged(model), hooks_off(model), assume_unpacked_rows(), ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.random.fork_rng([]))
@@ -293,8 +295,8 @@ def small_real_call(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
+                for tensor, before in kept:
+                    tensor.copy_(before)
 
 
 def check_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 
 import pytest
 import torch
@@ -67,11 +68,13 @@ class _Fickle(nn.Module):
 
     def __init__(self, mlp: nn.Module, how: str) -> None:
         super().__init__()
-        self.mlp, self.how, self.ran = mlp, how, False
+        self.mlp, self.how = mlp, how
+        self.ran = threading.Event()  # what is inside an object is not restored, as an attribute would be
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self.ran:
-            self.ran = not isinstance(hidden, torch._subclasses.FakeTensor)
+        if not self.ran.is_set():
+            if not isinstance(hidden, torch._subclasses.FakeTensor):
+                self.ran.set()
             return self.mlp(hidden)
         if self.how == "less":
             return hidden * 2

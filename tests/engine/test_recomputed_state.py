@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_actswap import apply
+from hf_actswap.engine.tickets import StaleTensorError
 from tests.engine.tiny_models import tiny_llama
 
 WHOLE: dict[str, Any] = {"recompute_config": {"recompute": True}}
@@ -30,6 +31,8 @@ class Around(nn.Module):
         super().__init__()
         self.inner = inner
         self.calls, self.seen, self.factor, self.kind = 0, [], 1.0, ""
+        self.function, self.weight, self.total = torch.tanh, torch.ones(width), torch.zeros(())
+        self.part = nn.Tanh()
         self.norm = nn.BatchNorm1d(width)
         self.register_buffer("mean", torch.zeros(()))
 
@@ -58,6 +61,22 @@ class Around(nn.Module):
 
     def _attribute(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * self.factor
+
+    def _function_attribute(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * self.function(y)
+
+    def _tensor_attribute(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * self.weight
+
+    def _tensor_written(self, y: torch.Tensor) -> torch.Tensor:
+        self.total.mul_(0.9).add_(y.detach().mean() + 1)
+        return y.sigmoid() * y * self.total.item()
+
+    def _module_replaced(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * self.part(y)
+
+    def _new_attribute(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * getattr(self, "later", 1.0)
 
     def _training(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * (2.0 if self.training else 1.0)
@@ -90,7 +109,9 @@ def around_forward(model: nn.Module) -> Iterator[None]:
     wrapped = [module for module in model.modules() if isinstance(module, Around)]
     token = SCALE.set(1.5)
     for module in wrapped:
-        module.factor = 1.25
+        module.factor, module.function, module.part = 1.25, torch.tanh, nn.Tanh()
+        module.weight = torch.full_like(module.weight, 1.25)
+        vars(module).pop("later", None)
     torch.set_default_dtype(torch.float64)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -99,7 +120,8 @@ def around_forward(model: nn.Module) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         SCALE.reset(token)
         for module in wrapped:
-            module.factor = 0.5
+            module.factor, module.function, module.part = 0.5, torch.relu, nn.ReLU()
+            module.weight, module.later = torch.full_like(module.weight, 0.5), 0.5
 
 
 def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
@@ -195,3 +217,92 @@ def test_adapters_that_change_after_forward(plan: dict[str, Any], change: Callab
     assert expected
     assert len(expected) == len(found)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def with_other_weights(plan: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Gradients of a loss with weights that a call alone is given, as meta-learning does."""
+    model = tiny_llama().train()
+    weights = {name: (weight.detach() * 1.5).requires_grad_() for name, weight in model.named_parameters()}
+    applied = None if plan is None else apply(model, plan)
+    ids = torch.arange(48).reshape(2, 24)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    loss = torch.func.functional_call(model, weights, (), inputs).loss
+    loss.backward()
+    assert applied is None or applied.stats().recomputes > 0
+    return [loss.detach(), *(weight.grad for weight in weights.values() if weight.grad is not None)]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_weights_that_forward_alone_was_given(plan: dict[str, Any]) -> None:
+    expected, found = with_other_weights(None), with_other_weights(plan)
+    assert len(expected) == len(found) > 10
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def with_norms(plan: dict[str, Any] | None, in_evaluation: int, steps: int) -> list[torch.Tensor]:
+    """Gradients of steps, of which the first run in evaluation, and write no running statistics."""
+    model = tiny_llama().train()
+    for layer in model.model.layers:
+        layer.mlp = Around(layer.mlp, model.config.hidden_size)
+        layer.mlp.kind = "batch_norm"
+    if plan is not None:
+        apply(model, plan)
+    for step in range(steps):
+        model.train(step >= in_evaluation)
+        ids = torch.arange(48).reshape(2, 24) + step
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [*(weight.grad for weight in model.parameters() if weight.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_statistics_that_later_steps_write(plan: dict[str, Any]) -> None:
+    expected, found = with_norms(None, 2, 4), with_norms(plan, 2, 4)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Observed(nn.Module):
+    """Counts what passes, once it is told to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("on", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.on:
+            self.largest.mul_(1.25)
+        return y.sigmoid() * y * self.largest.clone()
+
+
+def observed(plan: dict[str, Any]) -> tuple[Any, Callable[[], torch.Tensor]]:
+    model = tiny_llama().train()
+    layer = model.model.layers[1]
+    layer.mlp = Observed(layer.mlp)
+    apply(model, plan)
+    ids = torch.arange(48).reshape(2, 24)
+
+    def loss() -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    loss().backward()
+    return layer.mlp, loss
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_a_buffer_that_is_written_for_the_first_time_later(plan: dict[str, Any]) -> None:
+    module, loss = observed(plan)
+    module.on.fill_(True)
+    with pytest.raises(StaleTensorError, match="largest"):  # nothing has kept a copy
+        loss().backward()
+    loss().backward()  # from now on there is one
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_a_buffer_that_others_write_before_backward(plan: dict[str, Any]) -> None:
+    module, loss = observed(plan)
+    value = loss()
+    module.largest.fill_(3.0)
+    with pytest.raises(StaleTensorError, match="largest"):
+        value.backward()

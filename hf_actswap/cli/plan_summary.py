@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import MemoryConfig
 from ..plan import MemoryPlan
-from ..planner.budget import MARGIN_SHARE
+from ..planner.budget import MARGIN_SHARE, limit_bytes
 from .output import size_text, step_ms_text
 from .planned import (
     EVERYTHING,
@@ -95,12 +95,6 @@ def _compared(step: PredictedStep, other: PredictedStep, what: str) -> str:
     if abs(ratio - 1) < _SAME_SHARE:
         return f"as fast as {what}"
     return f"{100 * abs(ratio - 1):.0f} % {'faster' if ratio > 1 else 'slower'} than {what}"
-
-
-def limit_bytes(memory: MemoryConfig, device_bytes: int, budget_bytes: int) -> int:
-    """Return what a peak is compared with: the budget if one is named, else the device's memory."""
-    named = memory.budget_gib is not None or memory.reduce_by_gib is not None
-    return budget_bytes if named else device_bytes
 
 
 def verdict_of(found: SearchResult) -> Verdict:

@@ -316,10 +316,10 @@ def planned(
             profile = profile_of(found, step, fixed.tiles)
     search = _Search(found, step, memory, profile, fixed, with_least)
     if memory.preference != "auto":
-        return search.with_tiles(config)
+        return search.whole_or_in_tiles(config)
     on_device = replace(search, memory=replace(memory, preference="performance"))
     if memory.mode != "adaptive" or memory.optimizer_in_backward:
-        return on_device.with_tiles(config)
+        return on_device.whole_or_in_tiles(config)
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
 
     def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
@@ -329,15 +329,16 @@ def planned(
         one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
         return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
 
+    result: SearchResult | None = None
     try:
-        result: SearchResult | None = on_device.with_tiles()
-    except BudgetError:
-        result = None
+        result = on_device.whole()
+    except BudgetError as error:
+        missed = error
     own = None if result is None else WholeStep(result.prediction, result.prediction.step_ms)
     best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
     if best is not None:
         return _with_states_in_passing(*best, math.inf if own is None else own.ms)
-    return on_device.with_tiles(config) if result is None else result
+    return on_device.in_more_tiles(config, missed) if result is None else result
 
 
 def chooses_itself(memory: MemoryConfig) -> bool:
@@ -428,20 +429,23 @@ class _Search:
     def budget_bytes(self) -> int:
         return budget_bytes(self.memory, self.profile.device_bytes, self.unplanned_bytes)
 
-    def with_tiles(self, config: ActSwapConfig | None = None) -> SearchResult:
-        """Search a plan of whole steps; if none fits, in more tiles than ``config`` has.
-
-        ``None``: in no more tiles.
-        """
-        found, step, profile = self.found, self.step, self.profile
+    def whole_or_in_tiles(self, config: ActSwapConfig) -> SearchResult:
+        """Search a plan of whole steps; if none fits, in more tiles than ``config`` has."""
         try:
-            return _of_whole_steps(self.planned(profile, self.written))
+            return self.whole()
         except BudgetError as error:
-            errors = [error]
+            return self.in_more_tiles(config, error)
+
+    def whole(self) -> SearchResult:
+        """Search a plan of whole steps, in the tiles that the user wrote."""
+        return _of_whole_steps(self.planned(self.profile, self.written))
+
+    def in_more_tiles(self, config: ActSwapConfig, missed: BudgetError) -> SearchResult:
+        """Search in more tiles than ``config`` has, as with those nothing fits (``missed``)."""
+        found, step, profile, errors = self.found, self.step, self.profile, [missed]
         allocatable = allocatable_bytes(profile, self.memory, self.budget_bytes)
         if (
-            config is not None
-            and config.memory.mode != "smart_swap"
+            config.memory.mode != "smart_swap"
             and profile.source == "shapes"
             and step.sequences * step.tokens > AUTO_LEAST_TOKENS
             and fits_outside_backward(profile, self.memory, allocatable)

@@ -31,14 +31,14 @@ from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
-from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limits_of
+from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limit_bytes, limits_of
 from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Profile
 from ..planner.search.find_plan import plan_stages
 from .options import PlanRequest
 from .output import busy, heading, listed, size_text, step_ms_text, table_of
-from .plan_summary import HostNeed, PredictedStep, Verdict, assumptions, budget_text, limit_bytes
+from .plan_summary import HostNeed, PredictedStep, Verdict, assumptions, budget_text
 from .planned import memory_in_force, paged_bytes
 from .step import (
     StepShape,

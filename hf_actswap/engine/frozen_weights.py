@@ -44,8 +44,7 @@ lost with the device block, and is an error.
 Writes through ``weight.data`` raise no version (PEFT merges adapters so). So a forward of a model in
 evaluation begins with no layer on the device. One in training, also a chunk's without gradients, finds at
 most the layers with which a pass ended; they are dropped if a sample of the words of each weight has changed
-(``_SAMPLED_WORDS``). Other data put in
-the place of a weight's is copied to the host block.
+(``_SAMPLED_WORDS``). Other data put in the place of a weight's is copied to the host block.
 
 **Streams, events and lifetimes** are those of `transfer`, whose argument holds unchanged:
 

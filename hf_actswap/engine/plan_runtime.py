@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,6 @@ from .auto_windows import AutoWindows, StageWindows
 from .device_allocator import let_segments_expand, limit_memory
 from .fates import FateTable, ReplicaRanks
 from .frozen_weights import FrozenWeights
-from .hook_wrappers import Undo
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .owners import parameter_places
@@ -80,7 +80,7 @@ class PlanRuntime:
         self.context: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
-        self._of_allocator: list[Undo | None] = []
+        self._of_allocator = ExitStack()
 
     @property
     def evictable(self) -> bool:
@@ -108,11 +108,12 @@ class PlanRuntime:
         if self.context is not None and self.context.device == device:
             return self.context, False
         self.host.bind(device, self._plan)
-        self._restore_allocator()
-        if self._plan.does_anything:
-            self._of_allocator.append(let_segments_expand(device))
-        if self._plan.device_memory_bytes is not None:
-            self._of_allocator.append(limit_memory(device, self._plan.device_memory_bytes))
+        self._of_allocator.close()
+        if self._plan.does_anything and (restore := let_segments_expand(device)) is not None:
+            self._of_allocator.callback(restore)
+        limit_bytes = self._plan.device_memory_bytes
+        if limit_bytes is not None and (restore := limit_memory(device, limit_bytes)) is not None:
+            self._of_allocator.callback(restore)
         self.context = None
         transfer = self.transfer()
         pool = self.pool(transfer)
@@ -161,14 +162,9 @@ class PlanRuntime:
 
         Safe to call again.
         """
-        self._restore_allocator()
+        self._of_allocator.close()
         if self._resources.host is None:
             self.host.close()
-
-    def _restore_allocator(self) -> None:
-        while self._of_allocator:
-            if (restore := self._of_allocator.pop()) is not None:
-                restore()
 
     def unbind(self) -> None:
         self.host.unbind()

@@ -349,8 +349,9 @@ class MemoryPlan:
         document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
         # Versions that do not know these keys read plans that do not need them.
-        defaults = {"tiles": (), "weights": "keep", "streamed": None, "fingerprint": None}
-        for name, default in (defaults | {"device_memory_bytes": None}).items():
+        defaults = {"tiles": (), "weights": "keep", "streamed": None}
+        defaults |= {"fingerprint": None, "device_memory_bytes": None}
+        for name, default in defaults.items():
             if document[name] == default:
                 del document[name]
         return json.dumps(document, indent=1)

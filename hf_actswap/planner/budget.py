@@ -42,6 +42,15 @@ class BudgetError(PlanError):
         return (*super().__reduce__(), vars(self))
 
 
+def limit_bytes(memory: MemoryConfig, device_bytes: int, budget_bytes: int) -> int:
+    """Return what may be reserved at a peak: the budget if one is named, else the device's memory.
+
+    A budget that follows from the device leaves a margin of it, for fragments among others.
+    """
+    named = memory.budget_gib is not None or memory.reduce_by_gib is not None
+    return budget_bytes if named else max(device_bytes, budget_bytes)
+
+
 def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: int) -> int:
     """Return the most device memory that a step may use: ``budget_gib``, less by ``reduce_by_gib``, or the
     device.

@@ -33,6 +33,7 @@ from .budget import (
     allocatable_bytes,
     budget_bytes,
     impossible,
+    limit_bytes,
     limits_of,
 )
 from .cost.simulate import predict
@@ -132,12 +133,8 @@ class PlanningTask:
 
     @property
     def reservable_bytes(self) -> int:
-        """The most that the allocator may hold in a step: the budget, or without a written one the device.
-
-        A budget that follows from the device leaves a margin of it, for fragments among others.
-        """
-        written = self.memory.budget_gib is not None or self.memory.reduce_by_gib is not None
-        return self.budget_bytes if written else max(self.device_bytes, self.budget_bytes)
+        """The most that the allocator may hold in a step."""
+        return limit_bytes(self.memory, self.device_bytes, self.budget_bytes)
 
     def limits(self) -> Limits:
         """Return a plan's limits: budget less fragments, or less what steps used beyond predictions."""

@@ -20,7 +20,7 @@ Fingerprint = tuple[int, int]
 
 
 @contextmanager
-def deterministic(fill: bool = True) -> Iterator[None]:
+def deterministic(fill: bool = True, on: bool = True) -> Iterator[None]:
     """Within the block run kernels that give the same bits each time; then restore the earlier settings.
 
     The mode is strict, because with ``warn_only`` PyTorch's attention stays as it is (pytorch#182551; read in
@@ -37,11 +37,12 @@ def deterministic(fill: bool = True) -> Iterator[None]:
     Args:
         fill: whether uninitialised memory is filled with NaN, which reveals reads of it. It costs a kernel
             for each allocation: leave it off if steps are timed or memory is short.
+        on: ``False``: kernels as in a training, within a block that is deterministic.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = fill
     try:
         yield

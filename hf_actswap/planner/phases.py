@@ -689,9 +689,8 @@ class Planner:
         run, phase = self._run, self._phase
         budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
         least = there if budget_gib is None else min(there, round(budget_gib * GIB))
-        enough, on_paper = least >= LEAST_ON_PAPER_BYTES, run.profile_on_paper
-        known = on_paper is not None and (enough or run.idle.device.type == "cpu")
-        if not all(from_all_ranks(known)) or on_paper is None:
+        on_paper = run.profile_on_paper if least >= LEAST_ON_PAPER_BYTES else None
+        if not all(from_all_ranks(on_paper is not None)) or on_paper is None:
             return False
         if self.progress is not None:  # it takes seconds
             self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
@@ -849,7 +848,7 @@ class Planner:
         if fixed.tiles and self._unplanned is None:
             source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
-        # whatever the batches' lengths
+        # Measured, whatever the batches' lengths: nothing was planned.
         if not best.plan.rows and not fixed.tiles and self._unplanned is None:
             said = source if source.startswith("measured") else "measured"
             return Outcome(used_bytes, best.step_ms, used_bytes, best.step_ms, said, "measured")

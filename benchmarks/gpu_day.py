@@ -123,7 +123,7 @@ COMPILED_PLANNING = "tests/planner/test_gpu_planner.py::test_compiled_layers_are
 """Beside three other processes it takes longer than a test may."""
 GPU_TESTS = (
     *("tests/engine/test_gpu.py", "tests/planner/test_gpu_planner.py"),
-    *("tests/engine/test_device_allocator.py",),
+    "tests/engine/test_device_allocator.py",
     *("tests/planner/test_gpu_optimizer_states.py", "tests/engine/test_slabs.py"),
     *("tests/engine/test_with_liger.py", "tests/parallel/test_random_streams.py"),
     *("tests/benchmarks/test_frontier_methods.py", "tests/robustness/test_growth.py"),

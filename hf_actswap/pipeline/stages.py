@@ -276,7 +276,7 @@ class StagedModel:
         if structure.stacks or getattr(config, "is_encoder_decoder", False):
             paths = ", ".join((structure.path, *(stack.path for stack in structure.stacks)))
             yield Problem("model", "one stack of layers", paths, "A pipeline of several is not built.")
-        if structure.compiled or any(layer.compiled for layer in structure.layers):
+        if structure.compiles:
             yield Problem("model", "an eager model", "a compiled one", "Leave torch.compile out.")
         if not chunks[0].layers:
             hint = "The embedding alone is no stage here: change parallel_config.offset."

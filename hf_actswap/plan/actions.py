@@ -349,8 +349,8 @@ class MemoryPlan:
         document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
         # Versions that do not know these keys read plans that do not need them.
-        defaults = {"tiles": (), "weights": "keep", "streamed": None}
-        defaults |= {"fingerprint": None, "device_memory_bytes": None}
+        none = dict.fromkeys(("streamed", "fingerprint", "device_memory_bytes"))
+        defaults = {"tiles": (), "weights": "keep", **none}
         for name, default in defaults.items():
             if document[name] == default:
                 del document[name]

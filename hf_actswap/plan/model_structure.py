@@ -146,6 +146,11 @@ class ModelStructure:
     stacks: tuple[ModelStructure, ...] = ()
 
     @property
+    def compiles(self) -> bool:
+        """Whether the layers of this stack are compiled: together, or some as regions of their own."""
+        return self.compiled or any(layer.compiled for layer in self.layers)
+
+    @property
     def path(self) -> str:
         """Module path of the list of ``layers``."""
         return self.layers[0].module_path.rpartition(".")[0] if self.layers else ""

@@ -352,8 +352,7 @@ class _Resolution:
         in_stages = self._config.parallel_config.runs_pipeline
         reasons = {
             "a model with a head (get_output_embeddings)": self._structure.head is None,
-            "a model that is not compiled": self._structure.compiled
-            or any(layer.compiled for layer in self._structure.layers),
+            "a model that is not compiled": self._structure.compiles,
             "whole weights on each rank (no FSDP2)": self._structure.sharded,
             "all layers on each rank (no parallel_config.schedule)": in_stages,
         }

@@ -43,7 +43,7 @@ def default_as_layer_swap(
 ) -> tuple[ActSwapConfig, list[Adjustment]]:
     """Return ``config``, with layer swap as the default strategy if layers are compiled; and adjustments."""
     swap = config.swap_config
-    compiled = structure.compiled or any(layer.compiled for layer in structure.layers)
+    compiled = structure.compiles
     if not (compiled and swap.swap and swap.layer_swap is None and swap.op_swap is None):
         return config, []
     rule = LayerSwapRule(swap.default_prefetch, True)

@@ -111,9 +111,8 @@ class StepOnPaper:
         self._shape: tuple[int, ...] = ()
         self._gradients_exist, self._micro_batches = False, training.micro_batches
         self._known: dict[object, int | None] = {}
-
-        compiled = self._structure.compiled or any(layer.compiled for layer in self._structure.layers)
-        self.knows_steps = self._workspaces and device_kind(device) is not None and not compiled
+        known_rates = self._workspaces and device_kind(device) is not None
+        self.knows_steps = known_rates and not self._structure.compiles
 
     def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember a batch; a forward pre-hook of the model. Floating-point values are not kept."""

@@ -42,10 +42,7 @@ _DEQUANTISED = 4
 
 def first_steps(run: Run) -> int:
     asked = run.training.memory.warmup_steps
-    compiled = run.training.structure.compiled or any(
-        layer.compiled for layer in run.training.structure.layers
-    )
-    if not compiled or asked >= LEAST_COMPILED_STEPS:
+    if not run.training.structure.compiles or asked >= LEAST_COMPILED_STEPS:
         return asked
     run.log.info(
         "%d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "

@@ -27,6 +27,7 @@ one past it.
 
 from __future__ import annotations
 
+import operator
 import random as python_random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,8 +242,8 @@ class ModuleFacts:
                 elif isinstance(value, torch.Tensor):
                     self._tensors.append((own, name))
 
-    def is_first_call(self) -> bool:
-        """Whether no call has been made with these modules inside, in these modes (training, evaluation)."""
+    def begin_call(self) -> bool:
+        """Return whether this is the first call with these modules inside, in their modes (`training`)."""
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
             self._look()
         mode = tuple([module.training for module in self.modules])
@@ -303,7 +304,7 @@ class CalledModule:
     )
 
     def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
-        self.name, self._facts, self._first = name, facts, facts.is_first_call()
+        self.name, self._facts, self._first = name, facts, facts.begin_call()
         self._modules = modules = facts.modules
         own = _set_to_themselves(modules)
         held: list[torch.Tensor] = [
@@ -351,7 +352,7 @@ class CalledModule:
         """Note that the call has ended in forward: what it has written in place, and what it has drawn.
 
         The first call compares values: a fused kernel writes running statistics without a new version. That
-        waits for the device, once. What no call writes must not be written by others until backward.
+        waits for the device, once in each mode. What no call writes, others must not write until backward.
         """
         written, known = [], self._facts.written
         for place, name, tensor, version, copied in self._tensors:
@@ -417,7 +418,8 @@ class CalledModule:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
         for place, items in zip(self._places, self._items, strict=True):
-            _restore_items(place, items, undo)
+            if place or items:  # most are empty
+                _restore_items(place, items, undo)
         for place, items in self._containers:
             if not _same_items(place, items):
                 undo.callback(put_back, place, place.copy())
@@ -446,6 +448,8 @@ class CalledModule:
 
 def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
     """Give a dict of a module the very values that it had; ``undo`` gives it the present ones."""
+    if _same_items(place, before):
+        return
     now = dict(place.items())
     changed = [
         name
@@ -469,12 +473,10 @@ def _is_programs_own(name: str, value: Any) -> bool:
 
 
 def _same_items(now: Any, before: Any) -> bool:
-    """Whether two lists, or dicts, hold the very same items."""
-    if len(now) != len(before):
+    """Whether two lists, or dicts, hold the very same items in the same order."""
+    if len(now) != len(before) or not all(map(operator.is_, now, before)):
         return False
-    if isinstance(now, list):
-        return all(one is other for one, other in zip(now, before, strict=True))
-    return all(before.get(key, _ABSENT) is value for key, value in now.items())
+    return not isinstance(now, dict) or all(map(operator.is_, now.values(), before.values()))
 
 
 def _host_random_state() -> list[tuple[Callable[[Any], None], Any]]:

@@ -103,6 +103,20 @@ class Around(nn.Module):
 KINDS = [name.removeprefix("_") for name in vars(Around) if name.startswith("_") and name[1].isalpha()]
 
 
+def with_mlps_around(kind: str) -> Any:
+    model = tiny_llama().train()
+    for layer in model.model.layers:
+        layer.mlp = Around(layer.mlp, model.config.hidden_size)
+        layer.mlp.kind = kind
+    return model
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert expected
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @contextmanager
 def around_forward(model: nn.Module) -> Iterator[None]:
     """Set, for forward alone, what the kinds read."""
@@ -127,10 +141,7 @@ def around_forward(model: nn.Module) -> Iterator[None]:
 def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
     """Return losses, gradients, buffers, attributes and the next random numbers of some steps."""
     random.seed(0), np.random.seed(0), GENERATOR.manual_seed(0)
-    model = tiny_llama().train()
-    for layer in model.model.layers:
-        layer.mlp = Around(layer.mlp, model.config.hidden_size)
-        layer.mlp.kind = kind
+    model = with_mlps_around(kind)
     applied = None if plan is None else apply(model, plan)
     found: list[Any] = []
     for step in range(steps):
@@ -153,16 +164,11 @@ def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_backward_reads_what_forward_read(kind: str, plan: dict[str, Any]) -> None:
-    expected, found = run(kind, None), run(kind, plan)
-    assert len(expected) == len(found)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert_same(run(kind, plan), run(kind, None))
 
 
 def both_backward_at_once(plan: dict[str, Any] | None) -> list[torch.Tensor]:
-    model = tiny_llama().train()
-    for layer in model.model.layers:
-        layer.mlp = Around(layer.mlp, model.config.hidden_size)
-        layer.mlp.kind = "batch_norm"
+    model = with_mlps_around("batch_norm")
     if plan is not None:
         apply(model, plan)
     losses = []
@@ -175,8 +181,7 @@ def both_backward_at_once(plan: dict[str, Any] | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
 def test_two_forwards_before_a_backward(plan: dict[str, Any]) -> None:
-    expected, found = both_backward_at_once(None), both_backward_at_once(plan)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert_same(both_backward_at_once(plan), both_backward_at_once(None))
 
 
 def adapters(plan: dict[str, Any] | None, change: Callable[[Any], None]) -> list[torch.Tensor]:
@@ -213,10 +218,7 @@ def _scaled(model: Any) -> None:
     ],
 )
 def test_adapters_that_change_after_forward(plan: dict[str, Any], change: Callable[[Any], None]) -> None:
-    expected, found = adapters(None, change), adapters(plan, change)
-    assert expected
-    assert len(expected) == len(found)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert_same(adapters(plan, change), adapters(None, change))
 
 
 def with_other_weights(plan: dict[str, Any] | None) -> list[torch.Tensor]:
@@ -234,17 +236,14 @@ def with_other_weights(plan: dict[str, Any] | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
 def test_weights_that_forward_alone_was_given(plan: dict[str, Any]) -> None:
-    expected, found = with_other_weights(None), with_other_weights(plan)
-    assert len(expected) == len(found) > 10
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    found = with_other_weights(plan)
+    assert len(found) > 10
+    assert_same(found, with_other_weights(None))
 
 
 def with_norms(plan: dict[str, Any] | None, in_evaluation: int, steps: int) -> list[torch.Tensor]:
     """Gradients of steps, of which the first run in evaluation, and write no running statistics."""
-    model = tiny_llama().train()
-    for layer in model.model.layers:
-        layer.mlp = Around(layer.mlp, model.config.hidden_size)
-        layer.mlp.kind = "batch_norm"
+    model = with_mlps_around("batch_norm")
     if plan is not None:
         apply(model, plan)
     for step in range(steps):
@@ -256,8 +255,7 @@ def with_norms(plan: dict[str, Any] | None, in_evaluation: int, steps: int) -> l
 
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
 def test_statistics_that_later_steps_write(plan: dict[str, Any]) -> None:
-    expected, found = with_norms(None, 2, 4), with_norms(plan, 2, 4)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert_same(with_norms(plan, 2, 4), with_norms(None, 2, 4))
 
 
 class Observed(nn.Module):

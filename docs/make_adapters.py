@@ -20,6 +20,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from hf_actswap.planner.record.devices import device_rates
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"
 GIB = 2**30
@@ -85,8 +87,8 @@ def answer(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _step(found: dict[str, Any], budget_bytes: int) -> str:
-    note = "" if found["peak_bytes"] <= budget_bytes else " †"
+def _step(found: dict[str, Any], device_bytes: int) -> str:
+    note = "" if found["peak_bytes"] <= device_bytes else " †"
     return f"{found['peak_bytes'] / GIB:.0f} GiB{note}, {found['step_ms'] / 1e3:.2f} s"
 
 
@@ -95,9 +97,9 @@ def row(case: Case, found: dict[str, Any]) -> str:
     head = f"| {case.method}, {case.device} ({case.size}), {case.tokens // 1024}k tokens"
     if not found["ok"]:
         return f"{head} | | | does not fit | |"
-    budget, steps = found["budget_bytes"], found["predicted"]
+    device_bytes, steps = device_rates(case.device).memory_bytes, found["predicted"]
     plain, checkpointed, planned = (
-        _step(steps[name], budget) for name in ("nothing", "recompute all", "planned")
+        _step(steps[name], device_bytes) for name in ("nothing", "recompute all", "planned")
     )
     tiles = " ‡" if found["chosen_tiles"] else ""
     host = f"{steps['planned']['host_bytes'] / GIB:.0f} GiB"

@@ -203,27 +203,30 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
-        if recorded is None and wanted.memory.weights == "auto":
-            return with_weights_placed(lambda place: at(wanted, place, None))
-        if recorded is None and chooses_itself(wanted.memory):
-            return with_weights_placed(lambda place: at(wanted, place, None), if_faster=False)
-        return at(wanted, "host" if wanted.memory.weights == "host" else "keep", recorded)
+        with subject(asked.model, wanted) as found:
+            if recorded is None and wanted.memory.weights == "auto":
+                return with_weights_placed(lambda place: at(found, wanted, place, None))
+            if recorded is None and chooses_itself(wanted.memory):
+                return with_weights_placed(lambda place: at(found, wanted, place, None), if_faster=False)
+            place: WeightsPlace = "host" if wanted.memory.weights == "host" else "keep"
+            return at(found, wanted, place, recorded)
 
-    def at(wanted: ActSwapConfig, place: WeightsPlace, recorded: ProfileFile | None) -> SearchResult:
+    def at(
+        found: AnalysedModel, wanted: ActSwapConfig, place: WeightsPlace, recorded: ProfileFile | None
+    ) -> SearchResult:
         wanted = replace(wanted, memory=replace(wanted.memory, weights=place))
         step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
         step = replace(step, weights=place, micro_batches=asked.micro_batches or 1)
         step = with_states_of(step, wanted.memory)
         if step.micro_batches > 1 and step.sharding is not None and step.sharding.stage > 1:
             raise PlanError([_SHARDED_GRADIENTS])
-        with subject(asked.model, wanted) as found:
-            ranks = ranks_of_a_machine(found, step)
-            memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
-            if recorded is not None:
-                recorded.check(found)
-            room = _left_to_swap(memory, found, step)
-            profile = None if recorded is None else recorded.profile
-            result = planned(found, step, wanted, room, profile, asked.full)
+        ranks = ranks_of_a_machine(found, step)
+        memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
+        if recorded is not None:
+            recorded.check(found)
+        room = _left_to_swap(memory, found, step)
+        profile = None if recorded is None else recorded.profile
+        result = planned(found, step, wanted, room, profile, asked.full)
         memory = replace(memory, preference=result.memory.preference)
         said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
         return replace(result, memory=memory, host_is_written=said)

@@ -238,14 +238,16 @@ def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
     return state_bytes(step.optimizer, found.model)[1] // (step.sharding.ranks if step.sharding else 1)
 
 
-def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
+def comparison_steps(
+    profile: Profile, written: MemoryPlan, simulator: Simulator | None = None
+) -> dict[str, Prediction]:
     """Predict the steps with which a planned step is compared: `NOTHING` and `EVERYTHING`.
 
     If fates are written by hand `BY_HAND` too; and `PLANNER_SAME_PEAK`, the planner's plan within the same
     peak, if those fates take much longer.
     """
     layers, family = profile.num_layers, profile.family
-    simulator = Simulator(profile)
+    simulator = simulator or Simulator(profile)
     plans = {NOTHING: MemoryPlan((), layers, family), EVERYTHING: recompute_everything(layers, family)}
     if written.rows:
         plans[BY_HAND] = written
@@ -253,7 +255,7 @@ def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Predict
     if written.rows and _more_ms(steps, BY_HAND) > _POOR_SHARE * steps[NOTHING].step_ms:
         limits = limits_of(MemoryConfig(), steps[BY_HAND].peak_bytes, written.min_tensor_bytes)
         with suppress(PlanError):  # no solver is installed, or no plan that the search can make fits
-            best = find_plan(profile, plans[NOTHING], limits).prediction
+            best = find_plan(profile, plans[NOTHING], limits, simulator=simulator).prediction
             if steps[BY_HAND].step_ms - best.step_ms > _POOR_SHARE * steps[NOTHING].step_ms:
                 steps[PLANNER_SAME_PEAK] = best
     return steps
@@ -314,7 +316,7 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-    search = _Search(found, step, memory, profile, fixed, with_least)
+    search = _Search(found, step, memory, _Unplanned(profile, fixed), with_least)
     if memory.preference != "auto":
         return search.whole_or_in_tiles(config)
     on_device = replace(search, memory=replace(memory, preference="performance"))
@@ -404,30 +406,51 @@ def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: fl
 
 
 @dataclass(frozen=True)
-class _Search:
-    """Searches for plans within the budget of ``memory``, with the optimizer's states where it says.
+class _Unplanned:
+    """A step before the planner has added anything; what is predicted of it is predicted once.
 
     Args:
         profile: profile of the step, in the tiles that the user wrote.
         written: the plan of the fates that the user wrote.
     """
 
+    profile: Profile
+    written: MemoryPlan
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.profile)
+
+    @cached_property
+    def steps(self) -> Mapping[str, Prediction]:
+        return comparison_steps(self.profile, self.written, self.simulator)
+
+    def peak_bytes(self, states_moved: bool) -> int:
+        step = self.simulator.predict(self.written, optimizer_states_moved=states_moved, curve=False)
+        return step.peak_bytes
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Searches for plans within the budget of ``memory``, with the optimizer's states where it says.
+
+    Args:
+        unplanned: the step before the planner has added anything.
+    """
+
     found: AnalysedModel
     step: StepShape
     memory: MemoryConfig
-    profile: Profile
-    written: MemoryPlan
+    unplanned: _Unplanned
     with_least: bool
 
     @cached_property
     def unplanned_bytes(self) -> int:
-        moved = self.memory.preference == "memory_saving"
-        simulator = Simulator(self.profile)
-        return simulator.predict(self.written, optimizer_states_moved=moved, curve=False).peak_bytes
+        return self.unplanned.peak_bytes(self.memory.preference == "memory_saving")
 
     @cached_property
     def budget_bytes(self) -> int:
-        return budget_bytes(self.memory, self.profile.device_bytes, self.unplanned_bytes)
+        return budget_bytes(self.memory, self.unplanned.profile.device_bytes, self.unplanned_bytes)
 
     def whole_or_in_tiles(self, config: ActSwapConfig) -> SearchResult:
         """Search a plan of whole steps; if none fits, in more tiles than ``config`` has."""
@@ -438,11 +461,11 @@ class _Search:
 
     def whole(self) -> SearchResult:
         """Search a plan of whole steps, in the tiles that the user wrote."""
-        return _of_whole_steps(self.planned(self.profile, self.written))
+        return _of_whole_steps(self.planned(self.unplanned.profile, self.unplanned.written))
 
     def in_more_tiles(self, config: ActSwapConfig, missed: BudgetError) -> SearchResult:
         """Search in more tiles than ``config`` has, as with those nothing fits (``missed``)."""
-        found, step, profile, errors = self.found, self.step, self.profile, [missed]
+        found, step, profile, errors = self.found, self.step, self.unplanned.profile, [missed]
         allocatable = allocatable_bytes(profile, self.memory, self.budget_bytes)
         if (
             config.memory.mode != "smart_swap"
@@ -464,11 +487,13 @@ class _Search:
         memory, budget = self.memory, self.budget_bytes
         allocatable = allocatable_bytes(profile, memory, budget)
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)
+        own = self.unplanned.simulator
+        simulator = own if profile is own.profile else Simulator(profile)
         try:
             with busy("search"):
-                best = find_plan(profile, fixed, limits)
+                best = find_plan(profile, fixed, limits, simulator=simulator)
         except BudgetError:
-            least = least_peak(profile, fixed, limits).prediction
+            least = least_peak(profile, fixed, limits, simulator).prediction
             needed = budget_for(profile, memory, least.peak_bytes)
             error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
@@ -483,7 +508,7 @@ class _Search:
                     f"Host memory is used up ({most} of a rank). With more, --host-memory-gib N, it may fit."
                 )
             raise error from None
-        steps = {**comparison_steps(self.profile, self.written), PLANNED: best.prediction}
+        steps = {**self.unplanned.steps, PLANNED: best.prediction}
         if self.with_least:
-            steps[LEAST] = least_peak(profile, fixed, limits).prediction
+            steps[LEAST] = least_peak(profile, fixed, limits, simulator).prediction
         return SearchResult(self.found, self.step, memory, profile, best.plan, budget, steps)

@@ -368,8 +368,9 @@ class LayoutPredictor:
         staged.relay, staged.layer_outputs = self.form.relay, self.form.layer_outputs
         own = staged.plan_of_stage(plan)
         with busy(f"stage {number} of {self.found.described()}"), staged.with_stand_ins():
+            alone = replace(self.found, profiles={})  # those of the model are not those of a stage
             profile = profile_of(
-                self.found, shape, own.tiles, staged.is_last, gradients_exist=True, workspaces=False
+                alone, shape, own.tiles, staged.is_last, gradients_exist=True, workspaces=False
             )
             paged = paged_bytes(self.found, shape)
         order = order_of_passes(schedule, self.count, layout.pp, number, layout.vpp)

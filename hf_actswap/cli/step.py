@@ -218,27 +218,12 @@ def profile_of(
         ModelError: the model does not run on fake tensors.
         PlanError: a module of ``tiles`` cannot run over tiles of the tokens.
     """
-    parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
-    shape = (step.sequences, step.tokens)
-    # Two tensors: a model may change its labels.
-    names = ("input_ids", "labels") if has_loss else ("input_ids",)
-    batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
-    mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
-    try:
-        with mixed, ExitStack() as tiled:
-            for undo in put_tiles(found.model, parts, found.shape):
-                tiled.callback(undo)
-            profile = profile_from_shapes(
-                found.model,
-                found.shape,
-                batch,
-                step.device,
-                optimizer_state_bytes=state_bytes(step.optimizer, found.model)[0],
-                gradients_exist=gradients_exist or step.micro_batches > 1,
-                with_workspaces=workspaces,
-            )
-    except Exception as error:  # the model's own code runs: it may raise anything
-        raise not_run("a model that runs on fake tensors", error) from error
+    gradients_exist = gradients_exist or step.micro_batches > 1
+    shape = (step.sequences, step.tokens, step.device, step.autocast, step.optimizer)
+    key = (*shape, tuple(tiles), has_loss, gradients_exist, workspaces)
+    if key not in found.profiles:
+        found.profiles[key] = _from_shapes(found, *key)
+    profile = found.profiles[key]
     if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
         profile = with_baseline(profile, _baseline(found, step, profile))
     in_step = step_bytes(step.optimizer, found.model) // (step.sharding.ranks if step.sharding else 1)
@@ -251,6 +236,40 @@ def profile_of(
         profile = stepped_in_backward(found, step, profile)
     waiting = weights_on_host(found, step)
     return with_weights_on_host(profile, waiting) if waiting else profile
+
+
+def _from_shapes(
+    found: AnalysedModel,
+    sequences: int,
+    tokens: int,
+    device: str,
+    autocast: AutocastName | None,
+    optimizer: PaperOptimizerName | None,
+    tiles: tuple[Tile, ...],
+    has_loss: bool,
+    gradients_exist: bool,
+    workspaces: bool,
+) -> Profile:
+    parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
+    # Two tensors: a model may change its labels.
+    names = ("input_ids", "labels") if has_loss else ("input_ids",)
+    batch = {name: torch.empty(sequences, tokens, dtype=torch.long, device="meta") for name in names}
+    mixed = torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext()
+    try:
+        with mixed, ExitStack() as tiled:
+            for undo in put_tiles(found.model, parts, found.shape):
+                tiled.callback(undo)
+            return profile_from_shapes(
+                found.model,
+                found.shape,
+                batch,
+                device,
+                optimizer_state_bytes=state_bytes(optimizer, found.model)[0],
+                gradients_exist=gradients_exist,
+                with_workspaces=workspaces,
+            )
+    except Exception as error:  # the model's own code runs: it may raise anything
+        raise not_run("a model that runs on fake tensors", error) from error
 
 
 def stepped_in_backward(found: AnalysedModel, step: StepShape, profile: Profile) -> Profile:

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ..errors import ActSwapError, Problem
 from ..parallel import patch_model, tensor_parallel_group
 from ..plan import ModelStructure, model_structure
 from ..plan.wrappers import without_cache
+from ..planner.profile import Profile
 from .options import DtypeName, Lora, ModelRequest, QuantizeName
 
 
@@ -38,6 +39,7 @@ class AnalysedModel:
         model: the model on ``meta``; with several tensor-parallel ranks the part of rank 0.
         parameters, trained: numbers of parameters of the whole model, adapters included.
         quantize: how its frozen linear layers are stored; ``None``: in ``dtype``.
+        profiles: of its steps, as they were computed from shapes, by what they depend on.
     """
 
     name: str
@@ -49,6 +51,7 @@ class AnalysedModel:
     trained: int
     quantize: QuantizeName | None = None
     pipeline_stages: int = 1
+    profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
 
     def described(self) -> str:
         """Return the model as one line of text."""

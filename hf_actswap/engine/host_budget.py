@@ -14,7 +14,9 @@ from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
-from ..plan.model_structure import ModelStructure
+from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.record import SavedStorage
+from ..plan.repeated_layers import repeat_of, repeated_uses, without_layers
 from ..plan.saved_bytes import RUN_AGAIN, SavedBytes, dropped_bytes, swapped_copies
 from .host_memory import (
     available_bytes,
@@ -106,8 +108,29 @@ def record_saved(
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     check_device(device)
-    called = model if called is None else called
-    with dry_call(model, kwargs or {}) as named:
+    call = structure, args, kwargs or {}, device, model if called is None else called
+    layers = [unwrapped(model).get_submodule(layer.module_path) for layer in structure.layers]
+    repeat = repeat_of(layers, getattr(unwrapped(model), "config", None))
+    if repeat is not None:
+        few = (layer for layer in structure.layers if layer.index not in repeat.left_out)
+        try:
+            with without_layers(unwrapped(model).get_submodule(structure.path), repeat.left_out):
+                storages = _record_saved(model, replace(structure, layers=tuple(few)), *call[1:])
+            return SavedBytes(repeated_uses(storages, repeat), structure.modules)
+        except Exception as error:  # the model's own code runs on fewer layers than it has
+            logger.debug("Layers that look alike are not, so all of them run: %s", error)
+    return SavedBytes(_record_saved(model, *call), structure.modules)
+
+
+def _record_saved(
+    model: nn.Module,
+    structure: ModelStructure,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    called: nn.Module,
+) -> tuple[SavedStorage, ...]:
+    with dry_call(model, kwargs) as named:
         state = fake_weights(called, device)
         fake_args, fake_kwargs = fake_batch((args, named), device)
         first = next(model.parameters(), None)
@@ -115,7 +138,7 @@ def record_saved(
         recorder = ForwardRecorder(structure.scopes, structure.attention, here)
         with recorder.saving():
             recorder.run_on_fakes(called, model, state, fake_args, fake_kwargs)
-    return SavedBytes(recorder.used(), structure.modules)
+    return recorder.used()
 
 
 Progress = Callable[[int, int], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile, islice
@@ -20,6 +21,7 @@ from .forward_recorder import ForwardRecorder
 from .op_facts import is_communication
 from .opnames import ATTENTION_CORE, ATTENTION_MODULES
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead
+from .repeated_layers import Repeat, repeat_of, without_layers
 from .wrappers import (
     FSDP2_METHOD,
     can_be_checkpointed,
@@ -335,57 +337,99 @@ def _recorded(
     innermost model around that stack is called by itself.
     """
     records, failure = _record(root, root, stacks)
-    remaining = iter(records)
     for path, layers in stacks.items():
-        own, why_not = [next(remaining) for _ in layers], failure
+        own, why_not = records[path], failure
         inner = next(
             (module for module in modules_around(root, path) if hasattr(module, "main_input_name")), None
         )
         if inner is not None and not any(record.calls for record in own):
             again, why_again = _record(inner, root, {path: layers})
-            own, why_not = (own, failure or why_again) if why_again else (again, "")
+            own, why_not = (own, failure or why_again) if why_again else (again[path], "")
         yield path, own, why_not
 
 
 def _record(
     model: nn.Module, root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]
-) -> tuple[list[LayerRecord], str]:
-    """Call ``model`` on a small fake example; return the record of each layer, and why the call failed.
+) -> tuple[dict[str, list[LayerRecord]], str]:
+    """Call ``model`` on a small fake example; return the records of each stack, and why the call failed.
 
-    The structure holds for every batch. Which tensors are saved depends on the real one, and needs a run of
-    its own (`engine.host_budget`). Stacks' paths start in ``root``: ``model``, or a module around it.
+    Of layers that are alike a few run, unless they leave other records. The structure holds for every
+    batch. Which tensors are saved depends on the real one, and needs a run of its own (`engine.host_budget`).
+    Stacks' paths start in ``root``: ``model``, or a module around it.
     """
+    config = getattr(root, "config", None)
+    repeats = {path: one for path, layers in stacks.items() if (one := repeat_of(layers, config)) is not None}
+    why_not = "no layers that are alike"
+    if repeats:
+        found, why_not = _record_few(model, root, stacks, repeats)
+    if why_not:
+        every = {path: dict(enumerate(layers)) for path, layers in stacks.items()}
+        found, why_not = _record_layers(model, root, every)
+    return {path: [records[at] for at in sorted(records)] for path, records in found.items()}, why_not
+
+
+def _record_few(
+    model: nn.Module,
+    root: nn.Module,
+    stacks: Mapping[str, Sequence[nn.Module]],
+    repeats: Mapping[str, Repeat],
+) -> tuple[dict[str, dict[int, LayerRecord]], str]:
+    few = {path: dict(enumerate(layers)) for path, layers in stacks.items()}
+    with ExitStack() as left_out:
+        for path, repeat in repeats.items():
+            left_out.enter_context(without_layers(root.get_submodule(path), repeat.left_out))
+            few[path] = {at: layer for at, layer in few[path].items() if at not in repeat.left_out}
+        found, why_not = _record_layers(model, root, few)
+    for path, repeat in repeats.items():
+        records = found[path]
+        for at in range(repeat.sample, repeat.example):
+            if records[at] != records[at + repeat.period]:
+                why_not = why_not or f"layers that look alike are not, from {path}.{at} on"
+        records |= {at: records[repeat.example_of(at)] for at in repeat.left_out}
+    return found, why_not
+
+
+def _record_layers(
+    model: nn.Module, root: nn.Module, stacks: Mapping[str, Mapping[int, nn.Module]]
+) -> tuple[dict[str, dict[int, LayerRecord]], str]:
+    """Return the records of these layers, which are all that the model has now, and why there are none."""
     attention: dict[Scope, frozenset[str]] = {
         f"{path}.{index}": _attention_paths(layer)
         for path, layers in stacks.items()
-        for index, layer in enumerate(layers)
+        for index, layer in layers.items()
     }
     scopes: dict[Scope, str] = {path: str(path) for path in attention}
     recorder = ForwardRecorder(scopes, attention, None)
-    layers = [layer for own in stacks.values() for layer in own]
+    layers = [layer for own in stacks.values() for layer in own.values()]
+    why_not = ""
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
-        return list(recorder.layers.values()), ""
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)
         why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         why_not += f" (in {recorder.where})" if recorder.where else ""
-    if any(weight.is_meta for weight in model.parameters()):
-        return [LayerRecord() for _ in layers], why_not
-    recorder = ForwardRecorder(scopes, attention, None)
-    try:
-        with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
-            recorder.own((*model.parameters(), *model.buffers()), None)
-            recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
-    except Exception:
-        logger.debug("no recording of a real forward", exc_info=True)
-        return [LayerRecord() for _ in layers], why_not
-    logger.info(
-        "The ops of the layers are those of a small forward on the device: %s. %s", why_not, _NO_FAKES
-    )
-    return list(recorder.layers.values()), ""
+        recorder = ForwardRecorder(scopes, attention, None)
+        if not any(weight.is_meta for weight in model.parameters()):
+            try:
+                with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
+                    recorder.own((*model.parameters(), *model.buffers()), None)
+                    recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
+                logger.info(
+                    "The ops of the layers are those of a small forward on the device: %s. %s",
+                    why_not,
+                    _NO_FAKES,
+                )
+                why_not = ""
+            except Exception:
+                logger.debug("no recording of a real forward", exc_info=True)
+                recorder = ForwardRecorder(scopes, attention, None)
+    found = {
+        path: {index: recorder.layers[f"{path}.{index}"] for index in layers}
+        for path, layers in stacks.items()
+    }
+    return found, why_not
 
 
 _NO_FAKES = (

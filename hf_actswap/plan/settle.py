@@ -21,8 +21,9 @@ layer that is recomputed whole is run by ``torch.utils.checkpoint``, which has i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from .actions import Adjustment, MemoryPlan, OpCall, PlanRow, Scope, layer_order
 from .model_structure import LayerStructure, ModelStructure, is_below
@@ -252,15 +253,22 @@ class _Graph:
 
     def _rebuilt_from(self, unit: OpCall) -> set[OpCall]:
         """Return ``unit`` and the units that depend on its results, directly or not, except whole layers."""
-        found = new = {unit}
-        while new:
-            new = {
-                reader
-                for reader, uses in self.inputs.items()
-                if reader not in found and reader[1] and any(source in found for _, source in uses)
-            }
-            found = found | new
+        found, waiting = {unit}, [unit]
+        while waiting:
+            new = self._readers.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
         return found
+
+    @cached_property
+    def _readers(self) -> Mapping[OpCall, set[OpCall]]:
+        """For each unit the units, except whole layers, that have a result of it among their inputs."""
+        readers: dict[OpCall, set[OpCall]] = {}
+        for reader, uses in self.inputs.items():
+            for _, source in uses:
+                if source is not None and reader[1]:
+                    readers.setdefault(source, set()).add(reader)
+        return readers
 
 
 def _graphs(saved: SavedBytes, recomputed: RecomputedModules) -> dict[Scope, _Graph]:

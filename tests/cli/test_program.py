@@ -21,10 +21,10 @@ from .conftest import Run
 Write = Callable[[str], Path]
 
 
-def test_the_entry_point_is_the_app(repository: Path) -> None:
+def test_the_entry_point_runs_the_app(repository: Path) -> None:
     scripts = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["hf-actswap"].partition(":")
-    assert getattr(import_module(module), name) is import_module("hf_actswap.cli.app").app
+    assert getattr(import_module(module), name) is import_module("hf_actswap.cli.__main__").main
 
 
 def test_started_by_a_shell(repository: Path, write: Write, tiny: Path) -> None:

@@ -11,13 +11,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 96, 32, 48, 2, 4, 2, 8
 
+_DEPTHS = ("num_hidden_layers", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("hidden_size", "d_model", "embedding_size"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), INNER),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS
-    ),
+    **dict.fromkeys(_DEPTHS, LAYERS),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
     **{"num_key_value_heads": KV_HEADS, "head_dim": HEAD_SIZE, "global_head_dim": HEAD_SIZE},
@@ -212,3 +211,15 @@ def _configuration(family: str, settings: dict[str, Any]) -> Any:
         aliases.get(name, name): size for name, size in _COMMON.items() if aliases.get(name, name) in known
     }
     return kind(**{name: size for name, size in sizes.items() if name not in taken}, **own)
+
+
+def configuration_of_depth(family: str, layers: int) -> Any:
+    """Return the configuration of a tiny model with more layers: those of the usual one, in turn."""
+    kind: Any = CONFIG_MAPPING[family]
+    aliases, known = getattr(kind, "attribute_map", {}), kind().to_dict()
+    depths = {aliases.get(name, name) for name in _DEPTHS}
+    own = {
+        name: value * (layers // LAYERS) if isinstance(value, list) and len(value) == LAYERS else value
+        for name, value in _OWN.get(family, {}).items()
+    }
+    return _configuration(family, {**own, **dict.fromkeys(depths & known.keys(), layers)})

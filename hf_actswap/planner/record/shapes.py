@@ -4,6 +4,10 @@ Forward and backward both run, so saved tensors, temporary memory and releases o
 nothing is computed and no memory is touched. The fake tensors are on the CPU, whatever the device: fused
 attention saves the same there (its output and the softmax statistics).
 
+Of layers that are alike a few run, and the profile repeats theirs (`plan.repeated_layers`). Memory in use
+grows by equal steps from layer to layer, and with the number of layers: a second run, of fewer layers still,
+shows what those that did not run change everywhere. Where the records disagree, all layers run.
+
 What runs in tiles on the model runs in tiles here too, so the profile is that of the step in tiles: a tile
 saves only its input, its forward runs once more within its backward, and one tile is there at a time.
 Products that are summed in fp32 are counted as on an accelerator, without copies in fp32.
@@ -19,12 +23,16 @@ next layer runs. This is counted in every op event, also where there is no secon
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,11 +40,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...plan.actions import Scope
 from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
-from ...plan.model_structure import ModelStructure, is_below
+from ...plan.model_structure import ModelStructure, is_below, unwrapped
+from ...plan.repeated_layers import NotAlikeError, Repeat, repeat_of, repeated_uses, without_layers
 from ..meter import CountingMeter
-from ..profile import Places, Profile
+from ..profile import OpEvent, Places, Profile
 from .devices import DeviceRates, device_rates, op_ms
-from .recorder import StepRecorder
+from .recorder import StepRecorder, signature
+
+logger = logging.getLogger(__name__)
+
+IntArray = npt.NDArray[np.int64]
+
 
 _CPU = torch.device("cpu")
 
@@ -73,6 +87,48 @@ def profile_from_shapes(
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     rates = device_rates(device_name)
+    settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces
+    root = unwrapped(model)
+    layers = [root.get_submodule(layer.module_path) for layer in structure.layers]
+    repeat = repeat_of(layers, getattr(root, "config", None))
+    if repeat is not None:
+        try:
+            return _profile_of_few(model, structure, batch, repeat, *settings)
+        except Exception as error:  # the model's own code runs on fewer layers than it has
+            logger.debug("Layers that look alike are not, so all of them run: %s", error)
+    return _profile(model, structure, batch, *settings)
+
+
+def _profile_of_few(
+    model: nn.Module, structure: ModelStructure, batch: Mapping[str, Any], repeat: Repeat, *settings: Any
+) -> Profile:
+    """Return the profile, made from those of a few layers and of one period less."""
+    more, few = (
+        _profile_without(left_out, model, structure, batch, *settings)
+        for left_out in (repeat.left_out, range(repeat.example, repeat.last))
+    )
+    profile = _EventSplice.of(more, repeat).applied(more, few)
+    saved = replace(profile.saved, modules=structure.decoder.modules)
+    return replace(profile, saved=saved, num_layers=len(structure.layers), signature=signature(saved))
+
+
+def _profile_without(
+    left_out: range, model: nn.Module, structure: ModelStructure, batch: Mapping[str, Any], *settings: Any
+) -> Profile:
+    few = tuple(layer for layer in structure.layers if layer.index not in left_out)
+    with without_layers(unwrapped(model).get_submodule(structure.path), left_out):
+        return _profile(model, replace(structure, layers=few), batch, *settings)
+
+
+def _profile(
+    model: nn.Module,
+    structure: ModelStructure,
+    batch: Mapping[str, Any],
+    rates: DeviceRates,
+    optimizer_state_bytes: int,
+    gradients_exist: bool,
+    with_workspaces: bool,
+) -> Profile:
     meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
     with dry_call(model, batch) as named:
         state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
@@ -113,6 +169,179 @@ def profile_from_shapes(
         weight_bytes=weight_bytes,
         source="shapes",
     )
+
+
+@dataclass(frozen=True)
+class _EventSplice:
+    """Puts copies of the op events of a repeat's example between this and the last period.
+
+    Args:
+        sample, example, last: numbers of the first op events of these periods.
+        orders, operators, places: by how much numbers rise from a period to the next; backward's places fall.
+        last_operator: operator at which the last period begins.
+        first_place: the place at which backward gets to the example; -1: it does not.
+    """
+
+    repeat: Repeat
+    sample: int
+    example: int
+    last: int
+    orders: int
+    operators: int
+    places: int
+    last_operator: int
+    first_place: int
+
+    @classmethod
+    def of(cls, profile: Profile, repeat: Repeat) -> _EventSplice:
+        """Read the splice off a profile of the layers that `Repeat.left_out` leaves.
+
+        Raises:
+            NotAlikeError: the op events of the example are not those of the sample.
+        """
+        events = profile.op_events
+        first = {op_event.call[0]: number for number, op_event in reversed([*enumerate(events)])}
+        periods = repeat.sample, repeat.example, repeat.last
+        if any(layer not in first for layer in periods):
+            raise NotAlikeError("a layer runs nothing")
+        sample, example, last = (first[layer] for layer in periods)
+        if example - sample != last - example:
+            raise NotAlikeError("periods with other numbers of op events")
+        pairs = list(zip(events[sample:example], events[example:last], strict=True))
+        places = [(one.backward_place, two.backward_place) for one, two in pairs if two.backward_place >= 0]
+        begins, ends = pairs[0]
+        splice = cls(
+            repeat,
+            sample,
+            example,
+            last,
+            orders=ends.first_order - begins.first_order,
+            operators=ends.first_op - begins.first_op,
+            places=places[0][0] - places[0][1] if places else 0,
+            last_operator=events[last].first_op,
+            first_place=min((place for _, place in places), default=-1),
+        )
+        if any(not _alike(splice._moved(one, 1), two) for one, two in pairs):
+            raise NotAlikeError("periods with other op events")
+        return splice
+
+    def applied(self, profile: Profile, shorter: Profile) -> Profile:
+        """Return the profile with the copies, given that of one period less.
+
+        Raises:
+            NotAlikeError: the example saves or leaves something else than the sample, or a period more
+                changes other op events than its own.
+        """
+        copies = self.repeat.copies
+        events = [self._behind(op_event) for op_event in profile.op_events]
+        example = events[self.example : self.last]
+        between = [self._moved(op_event, number) for number in range(1, copies + 1) for op_event in example]
+        after = [self._later(op_event, copies) for op_event in events[self.last :]]
+        kept = (*profile.op_events[: self.example], *profile.op_events[self.last :])
+        if [_ops_of(one) for one in kept] != [_ops_of(one) for one in shorter.op_events]:
+            raise NotAlikeError("a period more changes what runs around it")
+
+        def further(read: Callable[[Profile], Any]) -> Any:
+            return read(profile) + copies * (read(profile) - read(shorter))
+
+        memory = self._memory(_memory_of(profile), _memory_of(shorter)).tolist()
+        op_events = (
+            replace(op_event, forward_base_bytes=forward, backward_base_bytes=backward)
+            for op_event, (forward, backward, _) in zip(
+                (*events[: self.last], *between, *after), memory, strict=True
+            )
+        )
+        return replace(
+            profile,
+            saved=replace(profile.saved, storages=repeated_uses(profile.saved.storages, self.repeat)),
+            op_events=tuple(op_events),
+            hooks=tuple(self._hooks(profile.hooks)),
+            gradient_bytes=(*(row[2] for row in memory), further(lambda one: one.gradient_bytes[-1])),
+            weight_bytes=further(lambda one: one.weight_bytes),
+            outside_ms=further(lambda one: one.outside_ms),
+            outside_base_bytes=further(lambda one: one.outside_base_bytes),
+        )
+
+    def _memory(self, longer: IntArray, shorter: IntArray) -> IntArray:
+        """Return the rows of `_memory_of` with those of the copies.
+
+        A period more adds equal steps to all rows, weights and gradients included; from a period to the next
+        there is one more step.
+        """
+        sample, example = slice(self.sample, self.example), slice(self.example, self.last)
+        steps = np.concatenate([longer[: self.example], longer[self.last :]]) - shorter
+        steps = np.concatenate([steps[: self.example], steps[sample], steps[self.example :]])
+        following = longer[example] - longer[sample]
+        for of_period in (following, steps[sample]):
+            visited = of_period[longer[sample, 1] > 0]
+            if np.any(of_period[:, 0] != of_period[0, 0]) or np.any(visited[:, 1:] != visited[:1, 1:]):
+                raise NotAlikeError("the ops of a layer leave other amounts of memory")
+        copies = self.repeat.copies
+        full = longer + copies * steps
+        between = [full[example] + number * following for number in range(1, copies + 1)]
+        return np.concatenate([full[: self.last], *between, full[self.last :]])
+
+    def _hooks(self, hooks: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield `Profile.hooks` with the copies."""
+        copies, example = self.repeat.copies, self.last_operator - self.operators
+        yield from (hook for hook in hooks if hook[1] < self.last_operator)
+        own = [hook for hook in hooks if example <= hook[1] < self.last_operator]
+        for number in range(1, copies + 1):
+            yield from ((at + number * self.orders, op + number * self.operators) for at, op in own)
+        for at, op in hooks:
+            if op >= self.last_operator:
+                yield at + copies * self.orders, op + copies * self.operators
+
+    def _behind(self, op_event: OpEvent) -> OpEvent:
+        """Return an event with its place behind those of the copies, if backward gets there after them."""
+        if not 0 <= self.first_place <= op_event.backward_place:
+            return op_event
+        return replace(op_event, backward_place=op_event.backward_place + self.repeat.copies * self.places)
+
+    def _moved(self, op_event: OpEvent, periods: int) -> OpEvent:
+        """Return the event that is this one some periods later."""
+        moved = replace(self._later(op_event, periods), call=self.repeat.moved(op_event.call, periods))
+        if op_event.backward_place < 0:
+            return moved
+        return replace(moved, backward_place=op_event.backward_place - periods * self.places)
+
+    def _later(self, op_event: OpEvent, periods: int) -> OpEvent:
+        """Return the event with its numbers when so many more periods have run before it."""
+        return replace(
+            op_event,
+            first_order=op_event.first_order + periods * self.orders,
+            last_order=op_event.last_order + periods * self.orders,
+            first_op=op_event.first_op + periods * self.operators,
+        )
+
+
+def _memory_of(profile: Profile) -> IntArray:
+    """Return for each op event its base bytes in forward and in backward, and the gradients before it."""
+    rows = [
+        (op_event.forward_base_bytes, op_event.backward_base_bytes, complete)
+        for op_event, complete in zip(profile.op_events, profile.gradient_bytes, strict=False)
+    ]
+    return np.array(rows, dtype=np.int64)
+
+
+def _ops_of(op_event: OpEvent) -> tuple[object, ...]:
+    uses = op_event.last_order - op_event.first_order
+    visited = op_event.backward_place >= 0
+    return op_event.call, uses, op_event.num_ops, visited, op_event.communicates, op_event.random
+
+
+def _alike(op_event: OpEvent, other: OpEvent) -> bool:
+    """Whether events are equal, but for memory, and rounding of times, which are differences of two sums."""
+    times = (op_event.forward_ms, other.forward_ms), (op_event.backward_ms, other.backward_ms)
+    near = all(math.isclose(one, two, rel_tol=1e-6, abs_tol=1e-9) for one, two in times)
+    same = replace(
+        op_event,
+        forward_ms=other.forward_ms,
+        backward_ms=other.backward_ms,
+        forward_base_bytes=other.forward_base_bytes,
+        backward_base_bytes=other.backward_base_bytes,
+    )
+    return near and same == other
 
 
 def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:

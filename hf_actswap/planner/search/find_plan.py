@@ -161,6 +161,7 @@ def find_plan(
     rounds: int = _ROUNDS,
     without: Collection[CompileVariant] = (),
     search_least: bool = True,
+    simulator: Simulator | None = None,
 ) -> Found:
     """Return the plan with the shortest predicted step that keeps within the limits.
 
@@ -172,13 +173,14 @@ def find_plan(
         rounds: the most programs that are solved to come near the budget.
         without: variants of compiled layers (`FrontierPoint.variant`) that are left out.
         search_least: whether to search for the plan of the least peak if nothing has fitted so far.
+        simulator: one of this profile, if there is one already: it knows what earlier searches asked it.
 
     Raises:
         BudgetError: nothing fits; the error names the least budget that would do.
         PlanError: scipy is missing.
         ValueError: ``safety`` is below 1.
     """
-    search = Search(profile, fixed, limits, safety, without)
+    search = Search(profile, fixed, limits, safety, without, simulator)
     best = search.best(rounds, search_least)
     return replace(best, prediction=search.with_curve(best.plan))
 
@@ -188,12 +190,14 @@ def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int
     return least_peak(profile, fixed, limits).prediction.peak_bytes
 
 
-def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Found:
+def least_peak(
+    profile: Profile, fixed: MemoryPlan, limits: Limits, simulator: Simulator | None = None
+) -> Found:
     """Return the plan with the least peak that the search reaches, however long a step takes under it.
 
     The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
     """
-    return replace(Search(profile, fixed, limits, SAFETY).least(), bound_ms=0.0)
+    return replace(Search(profile, fixed, limits, SAFETY, simulator=simulator).least(), bound_ms=0.0)
 
 
 def candidates(
@@ -242,6 +246,7 @@ class Search:
         limits: Limits,
         safety: float,
         without: Collection[CompileVariant] = (),
+        simulator: Simulator | None = None,
     ) -> None:
         if safety < 1:
             raise ValueError(f"safety is a factor of at least 1, not {safety}")
@@ -253,7 +258,7 @@ class Search:
         self._links = [(profile.link or NO_COPIES).slowed(factor) for factor in factors]
         self._min_bytes = effective_min_bytes(fixed, limits)
         self.segments = segments_of(replace(profile, link=link), fixed, limits)
-        self._simulator = Simulator(profile)
+        self._simulator = simulator or Simulator(profile)
         self._solved: dict[int | None, Solution | None] = {}
         self._simulations: list[Found] = []
         self._points = tuple(point for point in offered_points(profile) if point.variant not in without)

@@ -28,6 +28,7 @@ from .schema import (
     SwapConfig,
     TileConfig,
     TileTokens,
+    Verify,
     WeightsPlace,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "SwapConfig",
     "TileConfig",
     "TileTokens",
+    "Verify",
     "WeightsPlace",
     "load_config",
     "split_op_path",

@@ -73,6 +73,10 @@ Preference = Annotated[
     Literal["auto", "performance", "memory_saving"], one_of("auto", "performance", "memory_saving")
 ]
 
+_VERIFY = one_of("first", "always", "off")
+Verify = Annotated[Literal["first", "always", "off"], BeforeValidator(_off), _VERIFY]
+"""When recomputed tensors are compared with those of forward: in a plan's first step, always, never."""
+
 WeightsPlace = Annotated[Literal["keep", "host"], one_of("keep", "host")]
 """Where frozen weights of layers wait while no layer reads them: on the device, or in host memory."""
 
@@ -320,6 +324,9 @@ class MemoryConfig:
         host_memory_gib: the most host memory of a rank, in GiB. Default ``None``: its share of what is free.
         bind_numa: whether each rank and its host memory stay beside its device on a machine with several
             NUMA nodes. Default true.
+        verify: ``first`` (default): in the first step under a plan what recomputation rebuilds is compared
+            with what forward had, bit by bit; an op that differs is kept from then on; ``always``: in every
+            step; ``off``: never.
         weights: ``host``: frozen weights of the layers (the base of LoRA and other adapters) are in
             page-locked host memory, and come to the device layer by layer ahead of forward and backward;
             ``keep`` (default): weights stay on the device; ``auto``: the planner moves them to the host where
@@ -335,8 +342,8 @@ class MemoryConfig:
         plan_file: path of the file to which the plan is written when it is stable; a later run of the same
             training reads it instead of searching (``save_policy``). Default ``None``.
 
-    ``min_tensor_mib``, ``host_memory_gib``, ``bind_numa``, ``weights``, ``optimizer_in_backward`` and its
-    clipping apply without the planner as well.
+    ``min_tensor_mib``, ``host_memory_gib``, ``bind_numa``, ``verify``, ``weights``,
+    ``optimizer_in_backward`` and its clipping apply without the planner as well.
     """
 
     mode: Mode = "off"
@@ -351,6 +358,7 @@ class MemoryConfig:
     min_tensor_mib: _Mib | None = None
     host_memory_gib: _Gib | None = None
     bind_numa: Flag = True
+    verify: Verify = "first"
     weights: Annotated[Literal["keep", "host", "auto"], one_of("keep", "host", "auto")] = "keep"
     optimizer_in_backward: Flag = False
     in_backward_clip_value: _AboveZero | None = None

@@ -29,8 +29,9 @@ traces of the layers are still used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -280,9 +281,16 @@ class ForwardPass:
 
     def ticket_of_input(self, tensor: torch.Tensor) -> Ticket:
         """Make the ticket of a tensor that a region reads, by the fate of the op that produced it."""
+        return self._ticket_of_input(self._clock.now(), tensor)
+
+    def tickets_of_inputs(self) -> Callable[[torch.Tensor], Ticket]:
+        """Return what makes such tickets later, as if it had been called now."""
+        return partial(self._ticket_of_input, self._clock.now())
+
+    def _ticket_of_input(self, op: int, tensor: torch.Tensor) -> Ticket:
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
-        return self._keep(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
+        return self._keep(tensor) if owner is None else self._ticket(tensor, owner, op)
 
     def end(self) -> None:
         """End the model's forward: release what is left, and schedule the copies back."""

@@ -37,14 +37,23 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
+from ..plan.actions import (
+    SCOPES,
+    Adjustment,
+    MemoryPlan,
+    OpCall,
+    PlanRow,
+    Scope,
+    format_scopes,
+    layer_order,
+)
 from ..plan.dry_run import holds_several_sequences
 from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
 from ..plan.op_facts import COMMUNICATIONS, can_run_again, draws_random_numbers
 from ..plan.opnames import OpStack, function_name
 from ..plan.record import storage_key
 from ..plan.saved_bytes import RUN_AGAIN
-from ..plan.settle import settled
+from ..plan.settle import DIFFERED, keep_what_differs, settled
 from ..plan.wrapper_rules import problems_of_checkpointing
 from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
 from .compiled_regions import CompiledRegions
@@ -66,6 +75,7 @@ from .replay import (
 )
 from .stats import Counters
 from .swapped_storages import PackHandler, checkpoint_of
+from .verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +83,11 @@ logger = logging.getLogger(__name__)
 class NamingMode(TorchFunctionMode):
     """Names the functions of one call of one layer, and runs recomputed ones as regions."""
 
-    def __init__(self, forward: ForwardPass, fates: FateTable, counters: Counters) -> None:
+    def __init__(
+        self, forward: ForwardPass, fates: FateTable, counters: Counters, verifier: Verifier
+    ) -> None:
         super().__init__()
-        self._forward, self._fates, self._counters = forward, fates, counters
+        self._forward, self._fates, self._counters, self._verifier = forward, fates, counters, verifier
 
     def __torch_function__(
         self,
@@ -90,10 +102,11 @@ class NamingMode(TorchFunctionMode):
         if name is None or stack is None or scope is None or forward.packing:
             return func(*args, **kwargs)
         path, ordinal = stack.begin(name)
-        action = self._fates[scope, path, ordinal]
+        call = scope, path, ordinal
+        action = self._fates[call]
         inputs = _tensors((*args, *kwargs.values()) if kwargs else args)
         known = {forward.track(tensor) for tensor in inputs}
-        region = self._region(func, path, name, args, kwargs, action)
+        region = self._region(func, call, name, args, kwargs, action)
         versions = None if region is None else [tensor._version for tensor in inputs]
         forward.running = action
         outer = forward.region
@@ -124,7 +137,7 @@ class NamingMode(TorchFunctionMode):
     def _region(
         self,
         func: Callable[..., Any],
-        path: str,
+        call: OpCall,
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -140,9 +153,9 @@ class NamingMode(TorchFunctionMode):
         ):
             return None
         random = draws_random_numbers(func, name, args, kwargs)
-        ticket_of = self._forward.ticket_of_input
-        name = f"{self._forward.scope}.{path}"
-        return Region(name, func, args, kwargs, ticket_of, self._counters, random)
+        tickets = self._forward.ticket_of_input, self._forward.tickets_of_inputs()
+        name, expect = f"{call[0]}.{call[1]}", partial(self._verifier.expect, call)
+        return Region(name, func, args, kwargs, *tickets, self._counters, random, expect=expect)
 
     def _own_outputs(
         self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None
@@ -274,6 +287,8 @@ class Engine:
         self._entries = entries(model, structure)
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
+        self._verifier = Verifier(plan.verify)
+        self._keeps_what_differs = resources.replicas is None  # else the ranks' collectives would part
         self._fates = FateTable(
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
         )
@@ -318,7 +333,8 @@ class Engine:
         for layer in self.structure.all_layers:
             module = self._layers[layer.index]
             if layer.index in self._fates.checkpointed_layers:
-                undo.append(checkpointed(uncompiled(module), layer.module_path, self._counters))
+                given = layer.module_path, layer.index, self._counters, self._verifier
+                undo.append(checkpointed(uncompiled(module), *given))
             undo += self._regions.attach(layer.index, module)
             undo += self._follow_scope(module, layer.index, layer)
             if layer.index in self._fates.named_layers - self._named:
@@ -333,6 +349,7 @@ class Engine:
 
     def close(self) -> None:
         """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""
+        self._say_what_differs()
         self._first_step.removed(self.plan, self._measures)
         self.runtime.unbind()
         self.runtime.close()
@@ -366,6 +383,20 @@ class Engine:
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         self._change(settled(self.plan, self.structure, saved))
 
+    def _say_what_differs(self) -> None:
+        """Warn of recomputation that gave other numbers in the step that has ended; keep single ops."""
+        differ = self._verifier.differing()
+        kept = [call for call in differ if call[1] and self._keeps_what_differs]
+        if kept:
+            self._change(keep_what_differs(self.plan, kept), logging.WARNING)
+        others: dict[str, list[Scope]] = {}
+        for scope, path, _ in differ:
+            if scope is not None and (not path or not self._keeps_what_differs):
+                others.setdefault(path, []).append(scope)
+        for path, scopes in others.items():
+            where = f"layers {format_scopes(sorted(scopes, key=layer_order))}" + (f", {path}" if path else "")
+            logger.warning("memory.verify: %s: %s. %s", where, DIFFERED, _STILL_RUN_AGAIN)
+
     def adjust(self, adjustments: Sequence[Adjustment], level: int = logging.INFO) -> None:
         """Add to the plan what was measured or found since it was applied, and log it."""
         self._change(replace(self.plan, adjustments=(*self.plan.adjustments, *adjustments)), level)
@@ -388,6 +419,7 @@ class Engine:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise PlanError([_TRANSFORM])
+        self._say_what_differs()
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
         traces = CachedTraces(frozenset(), False) if self.runtime.evictable else self._traces
@@ -489,7 +521,7 @@ class Engine:
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, facts, scope, "", args, kwargs)
-                self._mode = NamingMode(forward, self._fates, self._counters)
+                self._mode = NamingMode(forward, self._fates, self._counters, self._verifier)
                 self._mode.__enter__()
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -546,8 +578,10 @@ class Engine:
         keeps = self._fates.recomputed.keeps_inside(scope, path)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         called = CalledModule(name, facts, caches)
-        ticket_of = forward.ticket_of_input
-        return Region(name, facts.modules[0], args, kwargs, ticket_of, self._counters, True, keeps, called)
+        tickets = forward.ticket_of_input, forward.tickets_of_inputs()
+        expect = partial(self._verifier.expect, (scope, path, None))
+        given = *tickets, self._counters, True, keeps, called, expect
+        return Region(name, facts.modules[0], args, kwargs, *given)
 
     def _leave_mode(self) -> None:
         mode = self._mode
@@ -556,11 +590,11 @@ class Engine:
         self._mode = None  # last, so that `_clean_up` finds it after an interrupt
 
 
-def checkpointed(layer: nn.Module, name: str, counters: Counters) -> Undo:
+def checkpointed(layer: nn.Module, name: str, scope: Scope, counters: Counters, verifier: Verifier) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
-    again = CheckpointedLayer(name, layer, counters)
+    again = CheckpointedLayer(name, layer, scope, counters, verifier)
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -604,6 +638,11 @@ def _is_fake(values: Iterable[object]) -> bool:
 
 _PAYS_NOT = "each op that it names would hold more than it drops (see the adjustments of the applied plan)"
 
+
+_STILL_RUN_AGAIN = (
+    "They still run again: kept, whole layers would take the memory that the plan saves, and tensor-parallel "
+    "ranks would no longer run the same collectives."
+)
 
 _STEPS_WITHOUT_A_LAYER = 8
 """Steps that may leave out all that a plan names before this is said."""

@@ -53,6 +53,7 @@ from .replay import CalledModule, CallState, RandomState, random_state, same_ran
 from .stats import Counters
 from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
+from .verify import Compare
 
 TicketOf = Callable[[torch.Tensor], Ticket]
 
@@ -425,13 +426,21 @@ class AllCaught(Exception):
     """Raised to end a recomputation early, once all needed tensors are there."""
 
 
+class Expected(NamedTuple):
+    """What a tensor was in forward; ``compare``: what is called with the rebuilt one (`Verifier.expect`)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    compare: Compare | None
+
+
 class Catcher:
     """Saved-tensor hooks of one recomputation. They number the saved tensors and hold those in ``expected``.
 
-    ``expected`` has their shape and dtype by number; ``early``: raise `AllCaught` once all are there.
+    ``expected`` says by number what they were in forward; ``early``: raise `AllCaught` once all are there.
     """
 
-    def __init__(self, name: str, expected: dict[int, tuple[torch.Size, torch.dtype]], early: bool) -> None:
+    def __init__(self, name: str, expected: Mapping[int, Expected], early: bool) -> None:
         self._name, self._expected, self._early = name, expected, early
         self.count = 0
         self.caught: dict[int, Kept] = {}
@@ -440,11 +449,14 @@ class Catcher:
         index = self.count
         self.count += 1
         if index in self._expected:
-            if (tensor.shape, tensor.dtype) != self._expected[index]:
+            expected = self._expected[index]
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 raise RecomputeError(
                     f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
-                    f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
+                    f"in forward it was {list(expected.shape)} {expected.dtype}"
                 )
+            if expected.compare is not None:
+                expected.compare(tensor)
             self.caught[index] = keep(tensor.detach())
             if self._early and len(self.caught) == len(self._expected):
                 raise AllCaught
@@ -468,10 +480,12 @@ class Region:
     """One call of a module or function that can be run again.
 
     Args:
-        ticket_of: makes the ticket of a tensor that the region reads.
+        ticket_of: makes the ticket of a tensor that the region reads, at present; ``input_ticket_of``: that
+            of one of its arguments, as if made now.
         random: whether the random state must be restored.
         keeps: whether ops inside are kept or swapped, so that they are not run again.
         called: what the call reads beside its arguments; ``None``: nothing (a function).
+        expect: `Verifier.expect` for this call; ``None``: nothing is compared.
     """
 
     def __init__(
@@ -481,32 +495,34 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         ticket_of: TicketOf,
+        input_ticket_of: TicketOf,
         counters: Counters,
         random: bool,
         keeps: bool = False,
         called: CalledModule | None = None,
+        expect: Callable[[torch.Tensor], Compare | None] | None = None,
     ) -> None:
+        self._expect = expect or (lambda _tensor: None)
         self.name, self.function, self.called = name, run, called
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
         self._counters = counters
         leaves, self._spec = tree_flatten((args, kwargs))
-        self.leaves = [
-            _Input(ticket_of(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
+        self.leaves, self._ticket_of = leaves, input_ticket_of
+        self._holds_inputs = False
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         self.state = CallState(device, random, leaves)
-        self.expected: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self.expected: dict[int, Expected] = {}
         self._caught: dict[int, Kept] = {}
         self._outputs: dict[int, _Output] = {}
-        self._versions: dict[int, int] = {}
+        self._returned: dict[int, tuple[int, Compare | None]] = {}
         self.kept = KeptResults(ticket_of, device) if keeps else None
 
     def saved(self, tensor: torch.Tensor) -> RegionTicket:
         """Make the ticket of the tensor packed last."""
+        self._hold_inputs()
         index = self.packs - 1
-        self.expected[index] = (tensor.shape, tensor.dtype)
+        self.expected[index] = Expected(tensor.shape, tensor.dtype, self._expect(tensor))
         if self.kept is not None:
             self.kept.saved(index, tensor)
         return RegionTicket(self, index)
@@ -518,15 +534,31 @@ class Region:
         if self.kept is not None:
             self.kept.close()
 
+    def _hold_inputs(self) -> None:
+        """Make tickets of the arguments, once there is something that may need them.
+
+        A call that saves nothing and returns what it was given (a cast to the type that a tensor has) needs
+        none: a copy to the host would be made for nothing, and once more for the next reader.
+        """
+        if self._holds_inputs:
+            return
+        self._holds_inputs = True
+        self.leaves = [
+            _Input(self._ticket_of(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self.leaves
+        ]
+
     def returned(self, position: int, tensor: torch.Tensor) -> None:
-        self._versions[position] = tensor._version
+        self._hold_inputs()
+        self._returned[position] = tensor._version, self._expect(tensor)
 
     def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
         """Make a ticket for a view of an output.
 
         ``None`` if the output was written since it was returned, because a new run would return the old one.
         """
-        if tensor._version != self._versions.get(position):
+        version, _ = self._returned.get(position, (None, None))
+        if tensor._version != version:
             return None
         self._outputs.setdefault(position, _Output()).tickets += 1
         return OutputTicket(self, position, View.of(tensor))
@@ -588,6 +620,8 @@ class Region:
         returned = tensors_in(result)
         for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
             if output.kept is None and position < len(returned):
+                if (compare := self._returned[position][1]) is not None:
+                    compare(returned[position])
                 output.kept, output.unread = keep(returned[position].detach()), output.tickets
                 output.runs += 1
 

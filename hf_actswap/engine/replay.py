@@ -43,11 +43,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from ..plan.actions import Scope
 from ..plan.dry_run import put_back
 from ..plan.opnames import function_name
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
 from .tickets import StaleTensorError
+from .verify import Compare, Verifier
 
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node will get."""
@@ -560,6 +562,19 @@ class _RejectingReads(TorchFunctionMode):
                 raise StaleTensorError(tensor.shape, version, tensor._version, self._name_of(tensor))
 
 
+@contextmanager
+def _packs_seen(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within the block call ``see`` with each tensor that autograd saves, before the hook in force is."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def seeing(tensor: torch.Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(seeing, unpack):
+        yield
+
+
 class CheckpointedLayer:
     """A layer that ``torch.utils.checkpoint`` runs again.
 
@@ -569,11 +584,20 @@ class CheckpointedLayer:
     Attributes:
         name: name of the layer in messages.
         counters: where its runs in backward are counted.
+        verifier: compares what its runs in backward save with what forward saved.
         shown: whether a run has shown that the layer does not do so.
     """
 
-    def __init__(self, name: str, layer: nn.Module, counters: Counters) -> None:
-        self.name, self.counters, self.shown = name, counters, False
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        scope: Scope,
+        counters: Counters,
+        verifier: Verifier,
+    ) -> None:
+        self.name, self.scope, self.counters, self.verifier = name, scope, counters, verifier
+        self.shown = False
         self._facts = ModuleFacts(layer)
 
     def called(self, device: torch.device, values: Sequence[Any]) -> CheckpointedCall:
@@ -586,14 +610,38 @@ class CheckpointedLayer:
 class CheckpointedCall:
     """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
-    __slots__ = ("_called", "_entered", "_layer", "_ran", "_state")
+    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_state")
 
     def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
         self._layer, self._called, self._state, self._ran = layer, called, state, False
+        self._expected: list[Compare | None] = []
 
     def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
         """Return the contexts of the call, and of its run in backward."""
-        return self._called.noting(), self
+        return self._in_forward(), self
+
+    @contextmanager
+    def _in_forward(self) -> Iterator[None]:
+        with self._called.noting(), self._noted_saved():
+            yield
+
+    def _noted_saved(self) -> AbstractContextManager[None]:
+        layer = self._layer
+        if not layer.verifier.on:
+            return nullcontext()
+        call = layer.scope, "", None
+        return _packs_seen(lambda tensor: self._expected.append(layer.verifier.expect(call, tensor)))
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        waiting = iter(self._expected)
+
+        def compare(tensor: torch.Tensor) -> None:
+            if (known := next(waiting, None)) is not None:
+                known(tensor)
+
+        with _packs_seen(compare):
+            yield
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward; in backward with the context variables of the call."""
@@ -612,6 +660,8 @@ class CheckpointedCall:
         self._entered.enter_context(self._called.restored())
         if not self._layer.shown:
             self._entered.enter_context(self._watched())
+        if self._expected:
+            self._entered.enter_context(self._compared())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
@@ -619,14 +669,8 @@ class CheckpointedCall:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         packed: list[tuple[torch.Tensor, int]] = []
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-        def noting_version(tensor: torch.Tensor) -> Any:
-            packed.append((tensor, tensor._version))
-            return pack(tensor)
-
         try:
-            with torch.autograd.graph.saved_tensors_hooks(noting_version, unpack):
+            with _packs_seen(lambda tensor: packed.append((tensor, tensor._version))):
                 yield
         finally:  # the run ends with an exception as soon as all tensors are there
             written = [(tensor.shape, version, tensor._version) for tensor, version in packed]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, Predicate
 from pydantic import Strict
 
-from ..config import ActSwapConfig, WeightsPlace, load_config
+from ..config import ActSwapConfig, Verify, WeightsPlace, load_config
 from ..config.documents import Bytes, Count, JsonDocument, is_share, read_text
 from ..config.hub import (
     MAX_PLAN_BYTES,
@@ -265,6 +265,7 @@ class MemoryPlan:
         device_memory_bytes: the most that the device's allocator may hold while the plan is on, fragments
             included, because a budget was written; ``None``: all that there is.
         bind_numa: whether process and host memory are kept beside the device.
+        verify: when recomputed tensors are compared with those of forward.
         weights: ``host``: frozen weights of the layers are in host memory, and on the device while their
             layer needs them; ``keep``: weights stay where they are.
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
@@ -287,6 +288,7 @@ class MemoryPlan:
     host_memory_bytes: Bytes | None = None
     device_memory_bytes: Bytes | None = None
     bind_numa: bool = True
+    verify: Verify = "first"
     weights: WeightsPlace = "keep"
     gather_weights_again: bool = False
     keeps_gathered: tuple[Layer, ...] = ()

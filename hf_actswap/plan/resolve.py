@@ -255,6 +255,7 @@ class _Resolution:
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
             bind_numa=memory.bind_numa,
+            verify=memory.verify,
             weights="host" if memory.weights == "host" else "keep",
             tiles=tiles,
             streamed=streamed,

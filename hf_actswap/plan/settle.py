@@ -61,6 +61,26 @@ def keep_what_is_overwritten(plan: MemoryPlan, structure: ModelStructure) -> Mem
     return replace(_kept(plan, units), adjustments=(*plan.adjustments, *adjustments)) if units else plan
 
 
+def keep_what_differs(plan: MemoryPlan, calls: Iterable[OpCall]) -> MemoryPlan:
+    """Return ``plan`` with the ops kept that gave other numbers when they ran again."""
+    units = [(scope, path, ordinal) for scope, path, ordinal in calls if scope is not None]
+    layers: dict[str, list[Scope]] = {}
+    for scope, path, _ in units:
+        layers.setdefault(path, []).append(scope)
+    adjustments = tuple(
+        Adjustment(_VERIFY, tuple(dict.fromkeys(scopes)), path, "recompute", "keep", DIFFERED)
+        for path, scopes in layers.items()
+    )
+    return replace(_kept(plan, units), adjustments=(*plan.adjustments, *adjustments))
+
+
+_VERIFY = "memory.verify"
+DIFFERED = (
+    "run again in backward, it gave other numbers than in forward: what it reads besides its inputs changed, "
+    "or its results depend on timing. The last step's gradients are those of the other numbers"
+)
+
+
 def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     for layer, path, ordinal in units:

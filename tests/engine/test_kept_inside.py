@@ -249,7 +249,7 @@ def test_random_numbers_after_it_are_drawn_alike(path: str, dtype: torch.dtype) 
     found = []
     for plan in (None, plan_of(*recompute_rows([""], LAYERS), *[PlanRow(i, path, "keep") for i in LAYERS])):
         model = tiny_neox(dtype, attn_implementation="eager")
-        on(model, plan)
+        on(model, plan, verify=False)
         torch.manual_seed(5)
         found.append({**gradients_of_step(model), "random state": torch.get_rng_state()})
     assert_bitwise_equal(found[1], found[0])
@@ -259,7 +259,7 @@ def test_under_autocast() -> None:
     found = []
     for plan in (None, keep("", "mlp.gate_proj", "self_attn.q_proj", "input_layernorm")):
         model = tiny_llama()
-        on(model, plan)
+        on(model, plan, verify=False)
         with torch.autocast("cpu", BF16):
             loss = forward(model)
         loss.backward()

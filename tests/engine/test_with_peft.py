@@ -16,8 +16,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from hf_actswap import PlanError, apply
+from hf_actswap import MemoryPlan, PlanError, apply
 from hf_actswap.engine import StaleTensorError
+from hf_actswap.plan import PlanRow
 from tests.engine.tiny_models import batch, tiny_llama
 from tests.quick_cases import quick_named
 
@@ -210,3 +211,19 @@ def test_weights_of_experts_that_are_trained_too_are_still_watched() -> None:
     ids = batch(0)
     with apply(model, PLANS["recompute"]), pytest.raises(StaleTensorError, match=r"base_layer\.down_proj"):
         model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_cast_to_the_type_that_a_tensor_has_is_no_reader() -> None:
+    """PEFT casts what an adapted layer returns. Recomputed, that cast would hold a copy that nobody reads."""
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["gate_proj", "up_proj"]))
+    layers = range(model.config.num_hidden_layers)
+    fates = {"mlp.gate_proj.add": "swap", "mlp.gate_proj.to": "recompute", "mlp.act_fn.silu": "recompute"}
+    rows = tuple(PlanRow(layer, path, fate) for layer in layers for path, fate in fates.items())
+    applied = apply(model, MemoryPlan(rows, len(layers), "llama", min_tensor_bytes=1))
+    ids = batch(0)
+    loss = model(input_ids=ids, labels=ids).loss
+    stats = applied.stats()
+    assert stats.offloads == stats.live_swaps > 0  # each copy is one that backward needs
+    loss.backward()
+    assert applied.stats().offloads == applied.stats().prefetches
+    applied.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure
+from hf_actswap.config import ActSwapConfig
 from hf_actswap.engine import AppliedPlan, SwapStats, Transfer
 from hf_actswap.plan import PlanRow, Windows
 
@@ -235,12 +236,23 @@ def train(
 
 
 def on(
-    model: nn.Module, plan: MemoryPlan | str | None, transfer: Transfer | None = None
+    model: nn.Module,
+    plan: MemoryPlan | str | None,
+    transfer: Transfer | None = None,
+    verify: bool = True,
 ) -> AppliedPlan | None:
-    """Put a plan or a YAML text on a model; ``None``: leave it alone."""
+    """Put a plan or a YAML text on a model; ``None``: leave it alone.
+
+    Without ``verify`` the first step is like the others: it has no checksums, which are ops and bytes too.
+    """
     if plan is None:
         return None
-    return apply(model, plan if isinstance(plan, MemoryPlan) else load_config(plan), transfer=transfer)
+    given = plan if isinstance(plan, MemoryPlan) else load_config(plan)
+    if not verify and isinstance(given, MemoryPlan):
+        given = replace(given, verify="off")
+    elif not verify and isinstance(given, ActSwapConfig):
+        given = replace(given, memory=replace(given.memory, verify="off"))
+    return apply(model, given, transfer=transfer)
 
 
 def assert_bitwise_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

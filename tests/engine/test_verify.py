@@ -1,0 +1,300 @@
+"""`memory.verify`: what recomputation rebuilds is compared with what forward had."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_actswap
+from hf_actswap import MemoryPlan, load_config
+from hf_actswap.engine.verify import Verifier
+from tests.engine.tiny_models import tiny_llama
+
+WHOLE = {"recompute_config": {"recompute": True}}
+ONE_BY_ONE = {"recompute_config": {"select_recompute": {"mlp": [4]}}}
+LAYER = 2
+Factor = Callable[[], float]
+
+
+@dataclass
+class Holder:
+    """State of a kind that no rule restores."""
+
+    count: int = 0
+
+    def next(self) -> float:
+        self.count += 1
+        return 1 + self.count / 64
+
+
+class OfClass:
+    count = 0
+
+    @classmethod
+    def next(cls) -> float:
+        cls.count += 1
+        return 1 + cls.count / 64
+
+
+def _from_environment() -> float:
+    os.environ["ACTSWAP_TEST"] = str(int(os.environ.get("ACTSWAP_TEST", "0")) + 1)
+    return 1 + int(os.environ["ACTSWAP_TEST"]) / 64
+
+
+def _from_file(folder: Path) -> Factor:
+    (path := folder / "count").write_text("")
+
+    def read() -> float:
+        path.write_text(path.read_text() + "x")
+        return 1 + path.stat().st_size / 64
+
+    return read
+
+
+def _of_thread() -> Factor:
+    own = threading.local()
+
+    def read() -> float:
+        own.count = getattr(own, "count", 0) + 1
+        return 1 + own.count / 64 + threading.get_ident() % 7 / 1024
+
+    return read
+
+
+def _in_closure() -> Factor:
+    counts: list[int] = []
+
+    def read() -> float:
+        counts.append(1)
+        return 1 + len(counts) / 64
+
+    return read
+
+
+def _cached() -> Factor:
+    numbers = itertools.count(1)
+
+    @cache
+    def known(number: int) -> float:
+        return 1 + number / 64
+
+    return lambda: known(next(numbers))
+
+
+def _generator() -> Factor:
+    def values() -> Iterator[float]:
+        for number in itertools.count(1):
+            yield 1 + number / 64
+
+    running = values()
+    return lambda: next(running)
+
+
+def _in_namespace() -> Factor:
+    held = SimpleNamespace(count=0)
+
+    def read() -> float:
+        held.count += 1
+        return 1 + held.count / 64
+
+    return read
+
+
+def _of_function() -> Factor:
+    def read() -> float:
+        vars(read)["count"] = vars(read).get("count", 0) + 1
+        return 1 + vars(read)["count"] / 64
+
+    return read
+
+
+PLANTED: dict[str, Callable[[Path], Factor]] = {
+    "an object": lambda _: Holder().next,
+    "a class": lambda _: OfClass.next,
+    "the environment": lambda _: _from_environment,
+    "a file": _from_file,
+    "a thread's own": lambda _: _of_thread(),
+    "a closure": lambda _: _in_closure(),
+    "a cache": lambda _: _cached(),
+    "a generator": lambda _: _generator(),
+    "a namespace": lambda _: _in_namespace(),
+    "a function's attribute": lambda _: _of_function(),
+    "random bytes": lambda _: lambda: 1 + int.from_bytes(os.urandom(4)) / 2**34,
+    "an iterator": lambda _: map(lambda number: 1 + number / 64, itertools.count(1)).__next__,
+}
+
+
+class Changing(nn.Module):
+    def __init__(self, factor: Factor) -> None:
+        super().__init__()
+        self._read = (factor,)  # inside a tuple, so that it is no attribute that could be restored
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(hidden * self._read[0]())
+
+
+def model_with(factor: Factor | None) -> nn.Module:
+    model = tiny_llama(num_hidden_layers=4)
+    if factor is not None:
+        model.model.layers[LAYER].mlp.act_fn = Changing(factor)
+    return model
+
+
+def train(model: nn.Module, config: dict[str, Any], steps: int = 3) -> hf_actswap.AppliedPlan:
+    applied = hf_actswap.apply(model, config)
+    ids = torch.arange(24).reshape(2, 12) % 20
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert isinstance(applied, hf_actswap.AppliedPlan)
+    return applied
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if "memory.verify" in one.getMessage()]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("config", [WHOLE, ONE_BY_ONE], ids=["layers", "ops"])
+def test_what_changes_is_found(
+    planted: str, config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        applied = train(model_with(PLANTED[planted](tmp_path)), config)
+        applied.remove()
+    (line,) = warned(caplog)  # once, in three steps
+    assert f"layers {LAYER}" in line
+    if config is ONE_BY_ONE:
+        row = applied.plan.row(LAYER, "mlp", None)
+        assert row is not None
+        assert row.fate == "keep"
+        assert [one.where for one in applied.plan.adjustments] == ["memory.verify"]
+
+
+def test_an_op_that_is_kept_has_the_gradients_of_its_forward() -> None:
+    def second_step(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        model = model_with(Holder().next)
+        ids = torch.arange(24).reshape(2, 12) % 20
+        applied = None if config is None else hf_actswap.apply(model, config)
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        model.model.layers[LAYER].mlp.act_fn._read = (Holder(5).next,)
+        model(input_ids=ids, labels=ids).loss.backward()
+        if applied is not None:
+            applied.remove()
+        return gradients(model)
+
+    assert_equal(second_step(ONE_BY_ONE), second_step(None))
+
+
+@pytest.mark.parametrize("config", [WHOLE, ONE_BY_ONE], ids=["layers", "ops"])
+def test_what_does_not_change_is_left_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    found = {}
+    for when in ("first", "always", "off"):
+        model = tiny_llama(num_hidden_layers=4, attention_dropout=0.2)
+        torch.manual_seed(1)
+        applied = train(model, {**config, "memory": {"verify": when}})
+        assert applied.plan.adjustments == ()
+        applied.remove()
+        found[when] = gradients(model)
+    assert not warned(caplog)
+    assert_equal(found["always"], found["first"])
+    assert_equal(found["off"], found["first"])
+
+
+@pytest.mark.parametrize(("when", "finds"), [("first", False), ("always", True), ("off", False)])
+def test_when_it_compares(when: str, finds: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The difference comes with the third step."""
+    holder = Holder()
+
+    def late() -> float:
+        return holder.next() if holder.count else 1.0
+
+    model = model_with(late)
+    applied = train(model, {**ONE_BY_ONE, "memory": {"verify": when}}, steps=2)
+    holder.count = 1
+    ids = torch.arange(24).reshape(2, 12) % 20
+    model(input_ids=ids, labels=ids).loss.backward()
+    applied.remove()  # reads what the last step has compared
+    assert bool(warned(caplog)) is finds
+
+
+def test_without_it_nothing_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    train(model_with(Holder().next), {**WHOLE, "memory": {"verify": False}}).remove()
+    assert not warned(caplog)
+
+
+def test_plans_keep_it() -> None:
+    assert load_config({"memory": {"verify": False}}).memory.verify == "off"  # YAML reads `off` so
+    applied = train(tiny_llama(), {**WHOLE, "memory": {"verify": "always"}}, steps=1)
+    applied.remove()
+    assert MemoryPlan.from_json(applied.plan.to_json()).verify == "always"
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checksums_change_with_any_bit(dtype: torch.dtype) -> None:
+    verifier = Verifier("first")
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    tensor = torch.arange(60).reshape(3, 4, 5).to(dtype)
+    known = verifier.checksum(tensor)
+    for place in range(60):
+        for bit in (0, 3, 8 * dtype.itemsize - 2):
+            other = tensor.clone()
+            other.view(integers).view(-1)[place] ^= 1 << bit
+            assert not torch.equal(verifier.checksum(other), known)
+    for changed in (tensor.flip(0), tensor.flip(1), tensor.flip(2), tensor.roll(1)):
+        assert not torch.equal(verifier.checksum(changed), known)
+    assert torch.equal(verifier.checksum(tensor.clone()), known)
+    strided = tensor.transpose(0, 2).contiguous().transpose(0, 2)
+    assert torch.equal(verifier.checksum(strided), known)
+
+
+def test_checksums_of_what_cancels_out() -> None:
+    """Two elements that change by the same amount up and down, in a row and in a column."""
+    verifier, tensor = Verifier("first"), torch.zeros(6, 7, dtype=torch.int32)
+    known = verifier.checksum(tensor)
+    for first, second in itertools.permutations(range(42), 2):
+        other = tensor.clone()
+        other.view(-1)[first] += 1
+        other.view(-1)[second] -= 1
+        assert not torch.equal(verifier.checksum(other), known)
+
+
+def test_what_is_not_compared() -> None:
+    verifier, call = Verifier("first"), (0, "mlp", None)
+    weight = nn.Parameter(torch.ones(3, 4))
+    assert verifier.expect(call, weight) is None
+    assert verifier.expect(call, weight.t()) is None
+    assert verifier.expect(call, torch.ones(2, 2).to_sparse()) is None
+    assert verifier.expect(call, torch.ones(2, 2, dtype=torch.complex128)) is None
+    assert verifier.differing() == ()
+    assert verifier.on
+    compare = verifier.expect(call, torch.ones(2))
+    assert compare is not None
+    compare(torch.ones(2))
+    assert verifier.differing() == ()
+    assert not verifier.on
+    assert verifier.expect(call, torch.ones(2)) is None

@@ -63,11 +63,12 @@ from .hook_wrappers import Undo, entries, replace_call, replace_forward, wrap_ca
 from .host_budget import DryRunForecast, dropped_by
 from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
-from .recompute import RecomputeError, Region
+from .recompute import Region
 from .replay import (
     CalledModule,
     CheckpointedLayer,
     ModuleFacts,
+    RecomputeError,
     function_mode_is_innermost,
     is_cache,
     pop_leaked_hooks,

@@ -49,7 +49,17 @@ from ..plan.opnames import function_name
 from ..plan.record import storage_key
 from ..plan.wrappers import is_compiled
 from .hook_wrappers import replace_forward
-from .replay import CalledModule, CallState, RandomState, random_state, same_random_state, set_random_state
+from .replay import (
+    SAME,
+    CalledModule,
+    CallState,
+    RandomState,
+    RecomputeError,
+    changed,
+    random_state,
+    same_random_state,
+    set_random_state,
+)
 from .stats import Counters
 from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
@@ -418,15 +428,11 @@ class _Replay(TorchFunctionMode):
         return func(*args, **named)
 
 
-class RecomputeError(RuntimeError):
-    """A region cannot be run again, or did not save the same tensors when it was."""
-
-
 class AllCaught(Exception):
     """Raised to end a recomputation early, once all needed tensors are there."""
 
 
-class Expected(NamedTuple):
+class SavedForm(NamedTuple):
     """What a tensor was in forward; ``compare``: what is called with the rebuilt one (`Verifier.expect`)."""
 
     shape: torch.Size
@@ -440,7 +446,7 @@ class Catcher:
     ``expected`` says by number what they were in forward; ``early``: raise `AllCaught` once all are there.
     """
 
-    def __init__(self, name: str, expected: Mapping[int, Expected], early: bool) -> None:
+    def __init__(self, name: str, expected: Mapping[int, SavedForm], early: bool) -> None:
         self._name, self._expected, self._early = name, expected, early
         self.count = 0
         self.caught: dict[int, Kept] = {}
@@ -452,8 +458,7 @@ class Catcher:
             expected = self._expected[index]
             if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 raise RecomputeError(
-                    f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
-                    f"in forward it was {list(expected.shape)} {expected.dtype}"
+                    changed(self._name, index, (tensor.shape, tensor.dtype), (expected.shape, expected.dtype))
                 )
             if expected.compare is not None:
                 expected.compare(tensor)
@@ -465,8 +470,7 @@ class Catcher:
     def complete(self) -> dict[int, Kept]:
         if missing := [index for index in self._expected if index not in self.caught]:
             raise RecomputeError(
-                f"{self._name}: run again, it saved {self.count} tensors and not number {missing[0]}; "
-                "it must do the same work each time (data-dependent control flow? a changed module?)"
+                f"{self._name}: run again, it saved {self.count} tensors and not number {missing[0]}; {SAME}"
             )
         return self.caught
 
@@ -512,7 +516,7 @@ class Region:
         self._holds_inputs = False
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         self.state = CallState(device, random, leaves)
-        self.expected: dict[int, Expected] = {}
+        self.expected: dict[int, SavedForm] = {}
         self._caught: dict[int, Kept] = {}
         self._outputs: dict[int, _Output] = {}
         self._returned: dict[int, tuple[int, Compare | None]] = {}
@@ -522,7 +526,7 @@ class Region:
         """Make the ticket of the tensor packed last."""
         self._hold_inputs()
         index = self.packs - 1
-        self.expected[index] = Expected(tensor.shape, tensor.dtype, self._expect(tensor))
+        self.expected[index] = SavedForm(tensor.shape, tensor.dtype, self._expect(tensor))
         if self.kept is not None:
             self.kept.saved(index, tensor)
         return RegionTicket(self, index)

@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -562,6 +563,23 @@ class _RejectingReads(TorchFunctionMode):
                 raise StaleTensorError(tensor.shape, version, tensor._version, self._name_of(tensor))
 
 
+class RecomputeError(RuntimeError):
+    """What runs again in backward cannot, or did not save the same tensors as in forward."""
+
+
+SAME = "it must do the same work each time (data-dependent control flow? a changed module?)"
+
+Form = tuple[torch.Size, torch.dtype]
+
+
+def changed(name: str, index: int, now: Form, before: Form) -> str:
+    """Return the message of a `RecomputeError` for a saved tensor of another shape or dtype."""
+    return (
+        f"{name}: run again, saved tensor {index} is {list(now[0])} {now[1]}; "
+        f"in forward it was {list(before[0])} {before[1]}"
+    )
+
+
 @contextmanager
 def _packs_seen(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Within the block call ``see`` with each tensor that autograd saves, before the hook in force is."""
@@ -610,11 +628,12 @@ class CheckpointedLayer:
 class CheckpointedCall:
     """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
-    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_state")
+    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_state", "_stops_early")
 
     def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
         self._layer, self._called, self._state, self._ran = layer, called, state, False
-        self._expected: list[Compare | None] = []
+        self._expected: list[tuple[Form, Compare | None]] = []
+        self._stops_early = checkpointing._enable_checkpoint_early_stop is not False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
         """Return the contexts of the call, and of its run in backward."""
@@ -630,14 +649,21 @@ class CheckpointedCall:
         if not layer.verifier.on:
             return nullcontext()
         call = layer.scope, "", None
-        return _packs_seen(lambda tensor: self._expected.append(layer.verifier.expect(call, tensor)))
+
+        def note(tensor: torch.Tensor) -> None:
+            self._expected.append(((tensor.shape, tensor.dtype), layer.verifier.expect(call, tensor)))
+
+        return _packs_seen(note)
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
-        waiting = iter(self._expected)
+        waiting = enumerate(self._expected)
 
         def compare(tensor: torch.Tensor) -> None:
-            if (known := next(waiting, None)) is not None:
+            index, (before, known) = next(waiting, (0, ((tensor.shape, tensor.dtype), None)))
+            if (now := (tensor.shape, tensor.dtype)) != before:
+                raise RecomputeError(changed(self._layer.name, index, now, before))
+            if known is not None:
                 known(tensor)
 
         with _packs_seen(compare):
@@ -665,6 +691,9 @@ class CheckpointedCall:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
+        # PyTorch ends the run by an exception as soon as all is there that forward saved.
+        if error == (None, None, None) and self._stops_early:
+            raise RecomputeError(f"{self._layer.name}: run again, it saved fewer tensors; {SAME}")
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

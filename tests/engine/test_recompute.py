@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine.recompute import RecomputeError
+from hf_actswap.engine.replay import RecomputeError
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
@@ -101,6 +101,36 @@ def test_a_region_that_does_other_work_is_an_error(how: str, message: str) -> No
     layer = model.model.layers[1]
     plain, layer.mlp = layer.mlp, _Fickle(layer.mlp, how)
     applied = on(model, plan_of(*recompute_rows(["mlp"], [1])))
+    loss = forward(model)
+    with pytest.raises(RecomputeError) as caught:
+        loss.backward()
+    assert re.fullmatch(message, str(caught.value))
+    del loss, caught
+    applied.remove()
+    layer.mlp = plain
+    assert_bitwise_equal(gradients_of_step(model), gradients_of_step(tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "less",
+            r"model\.layers\.1: run again, it saved fewer tensors; it must do the same work each time "
+            r"\(data-dependent control flow\? a changed module\?\)",
+        ),
+        (
+            "wider",
+            r"model\.layers\.1: run again, saved tensor \d+ is \[64, 32\] torch\.float32; in forward it "
+            r"was \[32, 32\] torch\.float32",
+        ),
+    ],
+)
+def test_a_layer_that_does_other_work_is_an_error(how: str, message: str) -> None:
+    model = tiny_llama()
+    layer = model.model.layers[1]
+    plain, layer.mlp = layer.mlp, _Fickle(layer.mlp, how)
+    applied = on(model, plan_of(*recompute_rows([""], LAYERS)))
     loss = forward(model)
     with pytest.raises(RecomputeError) as caught:
         loss.backward()

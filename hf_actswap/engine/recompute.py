@@ -519,7 +519,7 @@ class Region:
         self.expected: dict[int, SavedForm] = {}
         self._caught: dict[int, Kept] = {}
         self._outputs: dict[int, _Output] = {}
-        self._returned: dict[int, tuple[int, Compare | None]] = {}
+        self._versions: dict[int, int] = {}
         self.kept = KeptResults(ticket_of, device) if keeps else None
 
     def saved(self, tensor: torch.Tensor) -> RegionTicket:
@@ -554,18 +554,20 @@ class Region:
 
     def returned(self, position: int, tensor: torch.Tensor) -> None:
         self._hold_inputs()
-        self._returned[position] = tensor._version, self._expect(tensor)
+        self._versions[position] = tensor._version
 
     def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
         """Make a ticket for a view of an output.
 
         ``None`` if the output was written since it was returned, because a new run would return the old one.
         """
-        version, _ = self._returned.get(position, (None, None))
-        if tensor._version != version:
+        if tensor._version != self._versions.get(position):
             return None
-        self._outputs.setdefault(position, _Output()).tickets += 1
-        return OutputTicket(self, position, View.of(tensor))
+        view = View.of(tensor)
+        if position not in self._outputs:
+            self._outputs[position] = _Output(view, self._expect(tensor))
+        self._outputs[position].tickets += 1
+        return OutputTicket(self, position, view)
 
     def take_saved(self, index: int) -> torch.Tensor:
         if index not in self._caught:
@@ -624,8 +626,7 @@ class Region:
         returned = tensors_in(result)
         for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
             if output.kept is None and position < len(returned):
-                if (compare := self._returned[position][1]) is not None:
-                    compare(returned[position])
+                output.verify(returned[position])
                 output.kept, output.unread = keep(returned[position].detach()), output.tickets
                 output.runs += 1
 
@@ -648,12 +649,22 @@ class Region:
 
 @dataclass(slots=True)
 class _Output:
-    """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it."""
+    """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it.
 
+    Args:
+        view: what the first of its tickets shows; ``compare``: what is called with that, once it is rebuilt.
+    """
+
+    view: View
+    compare: Compare | None
     tickets: int = 0
     kept: Kept | None = None
     runs: int = 0
     unread: int = 0
+
+    def verify(self, rebuilt: torch.Tensor) -> None:
+        if self.compare is not None:
+            self.compare(self.view.on(rebuilt.detach(), 0))
 
     def read_by(self, ticket: OutputTicket) -> None:
         """Note that ``ticket`` has read it, or will never read it."""

@@ -6,11 +6,11 @@ globals, files, a kernel whose results depend on timing. So the first step under
 (``memory.verify``): a checksum of each tensor that will be dropped is made in forward, and one of the rebuilt
 tensor in backward. The host compares them once, when the next forward starts.
 
-A checksum is two numbers of 64 bits. A tensor's bits, taken as integers, are summed up by rows, and by
-columns; sums are multiplied by weights that depend on their places, and added up. Integer sums do not depend
-on the order of adding, so equal tensors have equal checksums. A single element that differs always changes
-them; that several cancel each other out, by rows and by columns, is as good as impossible. The tensor is read
-twice, no copy of it is made, and 16 bytes are held until backward.
+A checksum is a number of 64 bits. A tensor's bits, taken as integers, are summed up row by row; the sums are
+multiplied by weights that depend on the row, and added up. Integer sums do not depend on the order of adding,
+so equal tensors have equal checksums. A single element that differs always changes it, and so do rows that
+changed places; differences go unseen that cancel each other out within every row. The tensor is read once, no
+copy of it is made, and 8 bytes are held until backward.
 """
 
 from __future__ import annotations
@@ -72,25 +72,23 @@ class Verifier:
             return ()
         self._on = self._always
         self._weights.clear()
-        expected, found = (torch.stack(sums).tolist() for sums in list(zip(*compared, strict=True))[1:])
-        calls = (call for call, *_ in compared)
-        differ = (call for call, one, other in zip(calls, expected, found, strict=True) if one != other)
-        return tuple(dict.fromkeys(differ))
+        expected, found = (torch.stack([sums[at] for _, *sums in compared]).tolist() for at in (0, 1))
+        pairs = zip(compared, expected, found, strict=True)
+        return tuple(dict.fromkeys(call for (call, *_), one, other in pairs if one != other))
 
     @torch.no_grad()
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return two numbers, int64 of shape (2,), for a tensor of any shape."""
+        """Return a number, int64, for a tensor of any shape."""
         bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
-        if bits.dim() < 2:
-            bits = bits.reshape(1, -1)
+        if bits.dim() < 2:  # each element is a row
+            bits = bits.reshape(-1, 1)
         rows = bits.sum(-1, dtype=torch.int64).reshape(-1)
-        columns = bits.sum(tuple(range(bits.dim() - 1)), dtype=torch.int64)
-        return torch.stack([(sums * self._weights_of(sums)).sum() for sums in (rows, columns)])
+        return (rows * self._weights_of(rows)).sum()
 
-    def _weights_of(self, sums: torch.Tensor) -> torch.Tensor:
-        key = len(sums), sums.device
+    def _weights_of(self, rows: torch.Tensor) -> torch.Tensor:
+        key = len(rows), rows.device
         if key not in self._weights:
-            places = torch.arange(1, len(sums) + 1, device=sums.device)
+            places = torch.arange(1, len(rows) + 1, device=rows.device)
             self._weights[key] = (places * _FACTOR + places * places) * 2 + 1
         return self._weights[key]
 

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ..config import Verify
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import (
@@ -383,6 +384,11 @@ class Engine:
             if saved is None and (why := forecast.why_not):
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         self._change(settled(self.plan, self.structure, saved))
+
+    def verify(self, when: Verify) -> None:
+        """Compare what recomputation rebuilds, as ``memory.verify`` says it, from the next forward on."""
+        self._verifier.begin(when)
+        self.plan = replace(self.plan, verify=when)
 
     def _say_what_differs(self) -> None:
         """Warn of recomputation that gave other numbers in the step that has ended; keep single ops."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..config import Verify
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import SCOPES, Adjustment, MemoryPlan, Tile
@@ -106,6 +107,10 @@ class AppliedPlan:
     def on_remove(self, step: Callable[[], None], last: bool = False) -> None:
         """Let `remove` also call ``step``: before the hooks are taken off, or as the ``last`` thing."""
         (self._last if last else self._undo).append(step)
+
+    def verify(self, when: Verify) -> None:
+        """Compare what recomputation rebuilds, as ``memory.verify`` says it, from the next forward on."""
+        self._engine.verify(when)
 
     @uninterrupted()
     def suspend(self) -> None:

@@ -38,9 +38,13 @@ class Verifier:
     """
 
     def __init__(self, when: Verify) -> None:
-        self._always, self._on = when == "always", when != "off"
+        self.begin(when)
         self._compared: list[tuple[OpCall, torch.Tensor, torch.Tensor]] = []
         self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def begin(self, when: Verify) -> None:
+        """Compare from the next forward on, as if the plan had just been applied."""
+        self._always, self._on = when == "always", when != "off"
 
     @property
     def on(self) -> bool:

@@ -44,6 +44,8 @@ class Stable:
         self._steps = 0
         self._larger = self._larger_now = False
         self._stays_guarded = stays_guarded
+        if run.applied is not None:
+            run.applied.verify(run.fixed.verify)
         self.plan = None if run.applied is None else run.applied.plan
         self.missed_by_bytes = self._held_bytes = 0
 

@@ -106,8 +106,8 @@ def train(
     with on_device(model, limit_bytes) as device:
         planner: Any = None
         if memory is not None:
-            # One candidate: each costs a second.
-            config = {"memory": {"search_steps": 2, **memory}, **sections}
+            # One candidate: each costs a second. Of tensors as tiny as these checksums have not few bytes.
+            config = {"memory": {"search_steps": 2, "verify": "off", **memory}, **sections}
             planner = apply(model, config, optimizer=optimizer, meter=device, transfer=transfer)
         try:
             for step in range(steps):

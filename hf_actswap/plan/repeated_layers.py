@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .actions import OpCall, Scope, Tile
 from .dry_run import put_back
@@ -144,11 +145,17 @@ def _facts(layer: nn.Module, number: int) -> Iterator[object]:
         yield path, type(module)
         own = vars(module)
         for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
-            if tensor is not None:
-                yield name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor)
+            yield name, *_form(tensor)
         for name in _HOOKS:
             yield described.of([*own[name].values()])
         yield described.of({name: value for name, value in own.items() if name[0] != "_"})
+
+
+def _form(tensor: torch.Tensor | None) -> Iterator[object]:
+    yield type(tensor)
+    if tensor is not None and not is_lazy(tensor):
+        yield from (tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
+        yield tensor.stride() if tensor.layout == torch.strided else None
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ class _Description:
         if kind is partial:
             return self.of([value.func, *value.args, value.keywords], depth - 1)
         if kind is MethodType:
-            return self.of(value.__func__), self.of(vars(value.__self__), depth - 1)
+            return self.of(value.__func__), self.of(getattr(value.__self__, "__dict__", {}), depth - 1)
         if isinstance(value, dict):
             return kind, tuple(
                 (str(name), self.of(item, depth - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -252,3 +253,21 @@ def test_lists_in_the_configuration_tell_layers_apart() -> None:
     found = repeat_of(layers, config)
     assert found is not None
     assert (found.first, found.count) == (2, 22)
+
+
+class _Slotted:
+    __slots__ = ("count",)
+
+    def hook(self, _module: nn.Module, _args: Any) -> None:
+        pass
+
+
+def test_layers_of_all_kinds_are_described() -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)) for _ in range(9)]
+    for layer in layers:
+        layer[0].register_buffer("sparse", torch.eye(2).to_sparse())
+        layer[0].register_forward_pre_hook(_Slotted().hook)
+        layer.forward = functools.partial(layer.forward)
+    found = repeat_of(layers, None)
+    assert found is not None
+    assert found.count == 9

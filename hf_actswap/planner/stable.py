@@ -85,6 +85,8 @@ class Stable:
         if not self._stays_guarded:
             # Not what the allocator holds: it frees what it caches only when the device is full.
             over_bytes = self._run.meter.peak_bytes() - self._budget_bytes
+            if self._steps == 1 and self.plan is not None and self.plan.verify != "off":
+                over_bytes = 0  # checksums are bytes of this step alone
             if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
                 self._run.meter.give_back()  # what that plan held is not the next one's peak
             elif not self._larger_now:  # a larger batch's peak says nothing about the plan

@@ -10,12 +10,15 @@ A checksum is a number of 64 bits. A tensor's bits, taken as integers, are summe
 multiplied by weights that depend on the row, and added up. Integer sums do not depend on the order of adding,
 so equal tensors have equal checksums. A single element that differs always changes it, and so do rows that
 changed places; differences go unseen that cancel each other out within every row. The tensor is read once, no
-copy of it is made, and 8 bytes are held until backward.
+copy of it is made, and 8 bytes are held until backward. Rows are those of as many of the first dimensions as
+leave few of them: their sums must not need memory that a plan has given away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import nn
@@ -26,6 +29,8 @@ from ..plan.actions import OpCall
 Compare = Callable[[torch.Tensor], None]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_ROWS = 16_384
+
 _FACTOR = 0x1E3779B97F4A7C15
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
 
@@ -84,9 +89,10 @@ class Verifier:
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a number, int64, for a tensor of any shape."""
         bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
-        if bits.dim() < 2:  # each element is a row
-            bits = bits.reshape(-1, 1)
-        rows = bits.sum(-1, dtype=torch.int64).reshape(-1)
+        counts = accumulate(bits.shape[:-1] if bits.dim() > 1 else bits.shape, mul, initial=1)
+        first = max(at for at, rows in enumerate(counts) if rows <= _MOST_ROWS or not at)
+        inside = tuple(range(first, bits.dim()))
+        rows = (bits.sum(inside, dtype=torch.int64) if inside else bits.long()).reshape(-1)
         return (rows * self._weights_of(rows)).sum()
 
     def _weights_of(self, rows: torch.Tensor) -> torch.Tensor:

@@ -272,15 +272,27 @@ def test_checksums_change_with_any_bit(dtype: torch.dtype) -> None:
     assert torch.equal(verifier.checksum(strided), known)
 
 
-def test_checksums_of_what_cancels_out() -> None:
+def test_checksums_of_what_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two elements that change by the same amount up and down are seen, unless they are in one row."""
-    verifier, tensor = Verifier("first"), torch.zeros(6, 7, dtype=torch.int32)
+    monkeypatch.setattr("hf_actswap.engine.verify._MOST_ROWS", 10)
+    verifier, tensor = Verifier("first"), torch.zeros(2, 3, 7, dtype=torch.int32)
     known = verifier.checksum(tensor)
     for first, second in itertools.permutations(range(42), 2):
         other = tensor.clone()
         other.view(-1)[first] += 1
         other.view(-1)[second] -= 1
         assert torch.equal(verifier.checksum(other), known) is (first // 7 == second // 7)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (40_000,), (40_000, 2), (1, 3, 20_000, 2)])
+def test_checksums_of_all_shapes(shape: tuple[int, ...]) -> None:
+    verifier, tensor = Verifier("first"), torch.ones(shape)
+    known = verifier.checksum(tensor)
+    assert known.shape == ()
+    assert all(count <= 16_384 for count, _ in verifier._weights)
+    if tensor.numel():
+        tensor.view(-1)[-1] = 2
+        assert not torch.equal(verifier.checksum(tensor), known)
 
 
 def test_what_is_not_compared() -> None:

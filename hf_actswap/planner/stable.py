@@ -46,8 +46,6 @@ class Stable:
         self._stays_guarded = stays_guarded
         if run.applied is not None:
             run.applied.verify(run.fixed.verify)
-            if run.fixed.verify != "off":
-                run.set_guard(True)  # for one step: its checksums were in no trial
         self.plan = None if run.applied is None else run.applied.plan
         self.missed_by_bytes = self._held_bytes = 0
 

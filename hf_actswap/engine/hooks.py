@@ -46,7 +46,6 @@ from ..plan.actions import (
     PlanRow,
     Scope,
     format_scopes,
-    layer_order,
 )
 from ..plan.dry_run import holds_several_sequences
 from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
@@ -54,7 +53,7 @@ from ..plan.op_facts import COMMUNICATIONS, can_run_again, draws_random_numbers
 from ..plan.opnames import OpStack, function_name
 from ..plan.record import storage_key
 from ..plan.saved_bytes import RUN_AGAIN
-from ..plan.settle import DIFFERED, keep_what_differs, settled
+from ..plan.settle import DIFFERED, keep_what_differs, scopes_by_path, settled
 from ..plan.wrapper_rules import problems_of_checkpointing
 from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
 from .compiled_regions import CompiledRegions
@@ -156,7 +155,7 @@ class NamingMode(TorchFunctionMode):
             return None
         random = draws_random_numbers(func, name, args, kwargs)
         tickets = self._forward.ticket_of_input, self._forward.tickets_of_inputs()
-        name, expect = f"{call[0]}.{call[1]}", partial(self._verifier.expect, call)
+        name, expect = f"{call[0]}.{call[1]}", self._verifier.of_call(call)
         return Region(name, func, args, kwargs, *tickets, self._counters, random, expect=expect)
 
     def _own_outputs(
@@ -388,20 +387,17 @@ class Engine:
     def verify(self, when: Verify) -> None:
         """Compare what recomputation rebuilds, as ``memory.verify`` says it, from the next forward on."""
         self._verifier.begin(when)
-        self.plan = replace(self.plan, verify=when)
+        self._change(replace(self.plan, verify=when))
 
     def _say_what_differs(self) -> None:
         """Warn of recomputation that gave other numbers in the step that has ended; keep single ops."""
-        differ = self._verifier.differing()
+        if not (differ := self._verifier.differing()):
+            return
         kept = [call for call in differ if call[1] and self._keeps_what_differs]
         if kept:
             self._change(keep_what_differs(self.plan, kept), logging.WARNING)
-        others: dict[str, list[Scope]] = {}
-        for scope, path, _ in differ:
-            if scope is not None and (not path or not self._keeps_what_differs):
-                others.setdefault(path, []).append(scope)
-        for path, scopes in others.items():
-            where = f"layers {format_scopes(sorted(scopes, key=layer_order))}" + (f", {path}" if path else "")
+        for path, scopes in scopes_by_path(call for call in differ if call not in kept).items():
+            where = f"layers {format_scopes(scopes)}" + (f", {path}" if path else "")
             logger.warning("memory.verify: %s: %s. %s", where, DIFFERED, _STILL_RUN_AGAIN)
 
     def adjust(self, adjustments: Sequence[Adjustment], level: int = logging.INFO) -> None:
@@ -586,8 +582,7 @@ class Engine:
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         called = CalledModule(name, facts, caches)
         tickets = forward.ticket_of_input, forward.tickets_of_inputs()
-        expect = partial(self._verifier.expect, (scope, path, None))
-        given = *tickets, self._counters, True, keeps, called, expect
+        given = *tickets, self._counters, True, keeps, called, self._verifier.of_call((scope, path, None))
         return Region(name, facts.modules[0], args, kwargs, *given)
 
     def _leave_mode(self) -> None:

@@ -16,7 +16,7 @@ from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
 from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.record import SavedStorage
-from ..plan.repeated_layers import repeat_of, repeated_uses, without_layers
+from ..plan.repeated_layers import repeated_uses
 from ..plan.saved_bytes import RUN_AGAIN, SavedBytes, dropped_bytes, swapped_copies
 from .host_memory import (
     available_bytes,
@@ -108,18 +108,16 @@ def record_saved(
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     check_device(device)
-    call = structure, args, kwargs or {}, device, model if called is None else called
-    layers = [unwrapped(model).get_submodule(layer.module_path) for layer in structure.layers]
-    repeat = repeat_of(layers, getattr(unwrapped(model), "config", None))
-    if repeat is not None:
-        few = (layer for layer in structure.layers if layer.index not in repeat.left_out)
+    call = args, kwargs or {}, device, model if called is None else called
+    root = unwrapped(model)
+    if (repeat := structure.repeat_in(root)) is not None:
         try:
-            with without_layers(unwrapped(model).get_submodule(structure.path), repeat.left_out):
-                storages = _record_saved(model, replace(structure, layers=tuple(few)), *call[1:])
+            with structure.without(root, repeat.left_out) as few:
+                storages = _record_saved(model, few, *call)
             return SavedBytes(repeated_uses(storages, repeat), structure.modules)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", error)
-    return SavedBytes(_record_saved(model, *call), structure.modules)
+    return SavedBytes(_record_saved(model, structure, *call), structure.modules)
 
 
 def _record_saved(

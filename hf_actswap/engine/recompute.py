@@ -55,7 +55,7 @@ from .replay import (
     CallState,
     RandomState,
     RecomputeError,
-    changed,
+    SavedForm,
     random_state,
     same_random_state,
     set_random_state,
@@ -63,7 +63,7 @@ from .replay import (
 from .stats import Counters
 from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
-from .verify import Compare
+from .verify import Compare, Expect
 
 TicketOf = Callable[[torch.Tensor], Ticket]
 
@@ -432,14 +432,6 @@ class AllCaught(Exception):
     """Raised to end a recomputation early, once all needed tensors are there."""
 
 
-class SavedForm(NamedTuple):
-    """What a tensor was in forward; ``compare``: what is called with the rebuilt one (`Verifier.expect`)."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    compare: Compare | None
-
-
 class Catcher:
     """Saved-tensor hooks of one recomputation. They number the saved tensors and hold those in ``expected``.
 
@@ -455,13 +447,7 @@ class Catcher:
         index = self.count
         self.count += 1
         if index in self._expected:
-            expected = self._expected[index]
-            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-                raise RecomputeError(
-                    changed(self._name, index, (tensor.shape, tensor.dtype), (expected.shape, expected.dtype))
-                )
-            if expected.compare is not None:
-                expected.compare(tensor)
+            self._expected[index].check(tensor, self._name, index)
             self.caught[index] = keep(tensor.detach())
             if self._early and len(self.caught) == len(self._expected):
                 raise AllCaught
@@ -489,7 +475,7 @@ class Region:
         random: whether the random state must be restored.
         keeps: whether ops inside are kept or swapped, so that they are not run again.
         called: what the call reads beside its arguments; ``None``: nothing (a function).
-        expect: `Verifier.expect` for this call; ``None``: nothing is compared.
+        expect: `Verifier.of_call` of this call.
     """
 
     def __init__(
@@ -504,9 +490,9 @@ class Region:
         random: bool,
         keeps: bool = False,
         called: CalledModule | None = None,
-        expect: Callable[[torch.Tensor], Compare | None] | None = None,
+        expect: Expect | None = None,
     ) -> None:
-        self._expect = expect or (lambda _tensor: None)
+        self._expect = expect
         self.name, self.function, self.called = name, run, called
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
@@ -526,7 +512,7 @@ class Region:
         """Make the ticket of the tensor packed last."""
         self._hold_inputs()
         index = self.packs - 1
-        self.expected[index] = SavedForm(tensor.shape, tensor.dtype, self._expect(tensor))
+        self.expected[index] = SavedForm.of(tensor, self._expect)
         if self.kept is not None:
             self.kept.saved(index, tensor)
         return RegionTicket(self, index)
@@ -565,7 +551,7 @@ class Region:
             return None
         view = View.of(tensor)
         if position not in self._outputs:
-            self._outputs[position] = _Output(view, self._expect(tensor))
+            self._outputs[position] = _Output(view, self._expect and self._expect(tensor))
         self._outputs[position].tickets += 1
         return OutputTicket(self, position, view)
 
@@ -626,7 +612,8 @@ class Region:
         returned = tensors_in(result)
         for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
             if output.kept is None and position < len(returned):
-                output.verify(returned[position])
+                if output.compare is not None:
+                    output.compare(output.view.on(returned[position].detach(), 0))
                 output.kept, output.unread = keep(returned[position].detach()), output.tickets
                 output.runs += 1
 
@@ -661,10 +648,6 @@ class _Output:
     kept: Kept | None = None
     runs: int = 0
     unread: int = 0
-
-    def verify(self, rebuilt: torch.Tensor) -> None:
-        if self.compare is not None:
-            self.compare(self.view.on(rebuilt.detach(), 0))
 
     def read_by(self, ticket: OutputTicket) -> None:
         """Note that ``ticket`` has read it, or will never read it."""

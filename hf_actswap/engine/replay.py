@@ -33,8 +33,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as checkpointing
@@ -50,7 +51,7 @@ from ..plan.opnames import function_name
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
 from .tickets import StaleTensorError
-from .verify import Compare, Verifier
+from .verify import Compare, Expect, Verifier
 
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node will get."""
@@ -569,15 +570,27 @@ class RecomputeError(RuntimeError):
 
 SAME = "it must do the same work each time (data-dependent control flow? a changed module?)"
 
-Form = tuple[torch.Size, torch.dtype]
 
+class SavedForm(NamedTuple):
+    """What a tensor that is rebuilt in backward was in forward; ``compare`` as `Verifier.of_call` has it."""
 
-def changed(name: str, index: int, now: Form, before: Form) -> str:
-    """Return the message of a `RecomputeError` for a saved tensor of another shape or dtype."""
-    return (
-        f"{name}: run again, saved tensor {index} is {list(now[0])} {now[1]}; "
-        f"in forward it was {list(before[0])} {before[1]}"
-    )
+    shape: torch.Size
+    dtype: torch.dtype
+    compare: Compare | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, expect: Expect | None) -> SavedForm:
+        return cls(tensor.shape, tensor.dtype, None if expect is None else expect(tensor))
+
+    def check(self, rebuilt: torch.Tensor, name: str, index: int) -> None:
+        """Raise `RecomputeError` if ``rebuilt``, saved tensor ``index`` of ``name``, is of another form."""
+        if (rebuilt.shape, rebuilt.dtype) != (self.shape, self.dtype):
+            raise RecomputeError(
+                f"{name}: run again, saved tensor {index} is {list(rebuilt.shape)} {rebuilt.dtype}; "
+                f"in forward it was {list(self.shape)} {self.dtype}"
+            )
+        if self.compare is not None:
+            self.compare(rebuilt)
 
 
 @contextmanager
@@ -632,42 +645,28 @@ class CheckpointedCall:
 
     def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
         self._layer, self._called, self._state, self._ran = layer, called, state, False
-        self._expected: list[tuple[Form, Compare | None]] = []
+        self._expected: list[SavedForm] = []
         self._stops_early = checkpointing._enable_checkpoint_early_stop is not False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
         """Return the contexts of the call, and of its run in backward."""
-        return self._in_forward(), self
+        expect = self._layer.verifier.of_call((self._layer.scope, "", None))
+        noting = self._called.noting()
+        return (noting if expect is None else self._expecting(noting, expect)), self
 
     @contextmanager
-    def _in_forward(self) -> Iterator[None]:
-        with self._called.noting(), self._noted_saved():
+    def _expecting(self, noting: AbstractContextManager[Any], expect: Expect) -> Iterator[None]:
+        with noting, _packs_seen(lambda tensor: self._expected.append(SavedForm.of(tensor, expect))):
             yield
 
-    def _noted_saved(self) -> AbstractContextManager[None]:
-        layer = self._layer
-        if not layer.verifier.on:
-            return nullcontext()
-        call = layer.scope, "", None
-
-        def note(tensor: torch.Tensor) -> None:
-            self._expected.append(((tensor.shape, tensor.dtype), layer.verifier.expect(call, tensor)))
-
-        return _packs_seen(note)
-
-    @contextmanager
-    def _compared(self) -> Iterator[None]:
+    def _checked(self) -> AbstractContextManager[None]:
         waiting = enumerate(self._expected)
 
-        def compare(tensor: torch.Tensor) -> None:
-            index, (before, known) = next(waiting, (0, ((tensor.shape, tensor.dtype), None)))
-            if (now := (tensor.shape, tensor.dtype)) != before:
-                raise RecomputeError(changed(self._layer.name, index, now, before))
-            if known is not None:
-                known(tensor)
+        def check(tensor: torch.Tensor) -> None:
+            for index, form in islice(waiting, 1):
+                form.check(tensor, self._layer.name, index)
 
-        with _packs_seen(compare):
-            yield
+        return _packs_seen(check)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward; in backward with the context variables of the call."""
@@ -687,7 +686,7 @@ class CheckpointedCall:
         if not self._layer.shown:
             self._entered.enter_context(self._watched())
         if self._expected:
-            self._entered.enter_context(self._compared())
+            self._entered.enter_context(self._checked())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

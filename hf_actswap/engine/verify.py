@@ -17,6 +17,7 @@ leave few of them: their sums must not need memory that a plan has given away.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -27,6 +28,7 @@ from ..config import Verify
 from ..plan.actions import OpCall
 
 Compare = Callable[[torch.Tensor], None]
+Expect = Callable[[torch.Tensor], Compare | None]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_ROWS = 16_384
@@ -51,18 +53,16 @@ class Verifier:
         """Compare from the next forward on, as if the plan had just been applied."""
         self._always, self._on = when == "always", when != "off"
 
-    @property
-    def on(self) -> bool:
-        """Whether checksums are made at present."""
-        return self._on
+    def of_call(self, call: OpCall) -> Expect | None:
+        """Return what is to be called with each tensor that ``call`` has in forward, and will rebuild.
 
-    def expect(self, call: OpCall, tensor: torch.Tensor) -> Compare | None:
-        """Return what is to be called with the rebuilt tensor; ``None``: nothing is compared.
-
-        ``call`` is what runs again, ``tensor`` what it had in forward. Weights, sparse and packed tensors,
-        those of subclasses (fake ones too), and a compiler's, are not compared.
+        It returns what is to be called with the rebuilt one. ``None``: nothing is compared. Weights, sparse
+        and packed tensors, those of subclasses (fake ones too), and a compiler's, never are.
         """
-        if not self._on or not _has_bits(tensor) or _is_weight(tensor):
+        return partial(self._expect, call) if self._on else None
+
+    def _expect(self, call: OpCall, tensor: torch.Tensor) -> Compare | None:
+        if not _has_bits(tensor) or _is_weight(tensor):
             return None
         expected = self.checksum(tensor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile, islice
@@ -231,6 +231,18 @@ class ModelStructure:
                 return [_replaced(layer.module_path, "the layer of that time", "another module")]
         return []
 
+    def repeat_in(self, root: nn.Module) -> Repeat | None:
+        """Return the repeat in the decoder's layers of ``root`` (`unwrapped`), if there is one."""
+        layers = [root.get_submodule(layer.module_path) for layer in self.layers]
+        return repeat_of(layers, getattr(root, "config", None))
+
+    @contextmanager
+    def without(self, root: nn.Module, left_out: range) -> Iterator[ModelStructure]:
+        """Leave layers of the decoder out of ``root`` (`unwrapped`); yield the structure of the others."""
+        with without_layers(root.get_submodule(self.path), left_out):
+            few = (layer for layer in self.layers if layer.index not in left_out)
+            yield replace(self, layers=tuple(few))
+
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange activations inside layers (parallel layers)."""
@@ -359,10 +371,8 @@ def _record(
     """
     config = getattr(root, "config", None)
     repeats = {path: one for path, layers in stacks.items() if (one := repeat_of(layers, config)) is not None}
-    why_not = "no layers that are alike"
-    if repeats:
-        found, why_not = _record_few(model, root, stacks, repeats)
-    if why_not:
+    found, why_not = (_record_few(model, root, stacks, repeats) if repeats else None), ""
+    if found is None:
         every = {path: dict(enumerate(layers)) for path, layers in stacks.items()}
         found, why_not = _record_layers(model, root, every)
     return {path: [records[at] for at in sorted(records)] for path, records in found.items()}, why_not
@@ -373,20 +383,24 @@ def _record_few(
     root: nn.Module,
     stacks: Mapping[str, Sequence[nn.Module]],
     repeats: Mapping[str, Repeat],
-) -> tuple[dict[str, dict[int, LayerRecord]], str]:
+) -> dict[str, dict[int, LayerRecord]] | None:
+    """Return the records of all layers, from a run of few; ``None``: it failed, or layers are not alike."""
     few = {path: dict(enumerate(layers)) for path, layers in stacks.items()}
     with ExitStack() as left_out:
         for path, repeat in repeats.items():
             left_out.enter_context(without_layers(root.get_submodule(path), repeat.left_out))
             few[path] = {at: layer for at, layer in few[path].items() if at not in repeat.left_out}
         found, why_not = _record_layers(model, root, few)
+    if why_not:
+        return None
     for path, repeat in repeats.items():
         records = found[path]
-        for at in range(repeat.sample, repeat.example):
-            if records[at] != records[at + repeat.period]:
-                why_not = why_not or f"layers that look alike are not, from {path}.{at} on"
+        samples = range(repeat.sample, repeat.example)
+        if any(records[at] != records[at + repeat.period] for at in samples):
+            logger.debug("Layers that look alike are not, from %s.%d on", path, repeat.sample)
+            return None
         records |= {at: records[repeat.example_of(at)] for at in repeat.left_out}
-    return found, why_not
+    return found
 
 
 def _record_layers(
@@ -399,37 +413,36 @@ def _record_layers(
         for index, layer in layers.items()
     }
     scopes: dict[Scope, str] = {path: str(path) for path in attention}
-    recorder = ForwardRecorder(scopes, attention, None)
     layers = [layer for own in stacks.values() for layer in own.values()]
-    why_not = ""
+
+    def records_of(recorder: ForwardRecorder) -> dict[str, dict[int, LayerRecord]]:
+        return {path: {at: recorder.layers[f"{path}.{at}"] for at in own} for path, own in stacks.items()}
+
+    recorder = ForwardRecorder(scopes, attention, None)
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
+        return records_of(recorder), ""
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)
         why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         why_not += f" (in {recorder.where})" if recorder.where else ""
-        recorder = ForwardRecorder(scopes, attention, None)
-        if not any(weight.is_meta for weight in model.parameters()):
-            try:
-                with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
-                    recorder.own((*model.parameters(), *model.buffers()), None)
-                    recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
-                logger.info(
-                    "The ops of the layers are those of a small forward on the device: %s. %s",
-                    why_not,
-                    _NO_FAKES,
-                )
-                why_not = ""
-            except Exception:
-                logger.debug("no recording of a real forward", exc_info=True)
-                recorder = ForwardRecorder(scopes, attention, None)
-    found = {
-        path: {index: recorder.layers[f"{path}.{index}"] for index in layers}
-        for path, layers in stacks.items()
-    }
-    return found, why_not
+    nothing = records_of(ForwardRecorder(scopes, attention, None))
+    if any(weight.is_meta for weight in model.parameters()):
+        return nothing, why_not
+    recorder = ForwardRecorder(scopes, attention, None)
+    try:
+        with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
+            recorder.own((*model.parameters(), *model.buffers()), None)
+            recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
+    except Exception:
+        logger.debug("no recording of a real forward", exc_info=True)
+        return nothing, why_not
+    logger.info(
+        "The ops of the layers are those of a small forward on the device: %s. %s", why_not, _NO_FAKES
+    )
+    return records_of(recorder), ""
 
 
 _NO_FAKES = (

@@ -63,15 +63,22 @@ def keep_what_is_overwritten(plan: MemoryPlan, structure: ModelStructure) -> Mem
 
 def keep_what_differs(plan: MemoryPlan, calls: Iterable[OpCall]) -> MemoryPlan:
     """Return ``plan`` with the ops kept that gave other numbers when they ran again."""
+    calls = list(calls)
     units = [(scope, path, ordinal) for scope, path, ordinal in calls if scope is not None]
-    layers: dict[str, list[Scope]] = {}
-    for scope, path, _ in units:
-        layers.setdefault(path, []).append(scope)
     adjustments = tuple(
-        Adjustment(_VERIFY, tuple(dict.fromkeys(scopes)), path, "recompute", "keep", DIFFERED)
-        for path, scopes in layers.items()
+        Adjustment(_VERIFY, scopes, path, "recompute", "keep", DIFFERED)
+        for path, scopes in scopes_by_path(calls).items()
     )
     return replace(_kept(plan, units), adjustments=(*plan.adjustments, *adjustments))
+
+
+def scopes_by_path(calls: Iterable[OpCall]) -> dict[str, tuple[Scope, ...]]:
+    """Return for each op path of ``calls`` the scopes in which it is called, each once, in order."""
+    found: dict[str, set[Scope]] = {}
+    for scope, path, _ in calls:
+        if scope is not None:
+            found.setdefault(path, set()).add(scope)
+    return {path: tuple(sorted(scopes, key=layer_order)) for path, scopes in found.items()}
 
 
 _VERIFY = "memory.verify"

@@ -41,7 +41,7 @@ from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...plan.actions import Scope
 from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ...plan.model_structure import ModelStructure, is_below, unwrapped
-from ...plan.repeated_layers import NotAlikeError, Repeat, repeat_of, repeated_uses, without_layers
+from ...plan.repeated_layers import NotAlikeError, Repeat, repeated_uses
 from ..meter import CountingMeter
 from ..profile import OpEvent, Places, Profile
 from .devices import DeviceRates, device_rates, op_ms
@@ -50,7 +50,6 @@ from .recorder import StepRecorder, signature
 logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
-
 
 _CPU = torch.device("cpu")
 
@@ -88,10 +87,7 @@ def profile_from_shapes(
     """
     rates = device_rates(device_name)
     settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces
-    root = unwrapped(model)
-    layers = [root.get_submodule(layer.module_path) for layer in structure.layers]
-    repeat = repeat_of(layers, getattr(root, "config", None))
-    if repeat is not None:
+    if (repeat := structure.repeat_in(unwrapped(model))) is not None:
         try:
             return _profile_of_few(model, structure, batch, repeat, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
@@ -115,9 +111,8 @@ def _profile_of_few(
 def _profile_without(
     left_out: range, model: nn.Module, structure: ModelStructure, batch: Mapping[str, Any], *settings: Any
 ) -> Profile:
-    few = tuple(layer for layer in structure.layers if layer.index not in left_out)
-    with without_layers(unwrapped(model).get_submodule(structure.path), left_out):
-        return _profile(model, replace(structure, layers=few), batch, *settings)
+    with structure.without(unwrapped(model), left_out) as few:
+        return _profile(model, few, batch, *settings)
 
 
 def _profile(

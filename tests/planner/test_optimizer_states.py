@@ -265,13 +265,47 @@ def test_at_most_what_may_be_resident() -> None:
     one_parameter = 2 * WIDTH * WIDTH * 4
     for resident_bytes in (4 * one_parameter, 2 * one_parameter, one_parameter):
         states.resident_bytes = resident_bytes
+        training.steps(1)  # in its forward those leave that the last step could keep
         training.transfer.most_bytes = 0
         training.steps(2)
         assert one_parameter <= training.transfer.most_bytes <= resident_bytes
     states.resident_bytes = 1
+    training.steps(1)
     training.transfer.most_bytes = 0
     training.steps(2)
     assert training.transfer.most_bytes == one_parameter
+
+
+def test_what_came_back_for_parameters_without_gradients_goes_again() -> None:
+    actual, expected = Training(resident_bytes=ALL).steps(2), Training(managed=False).steps(2)
+    for one in (actual, expected):
+        one.backwards(1)
+        for parameter in one.model.layers[0].parameters():
+            parameter.grad = None
+    states = actual.on()
+    before, offloads = states.device_bytes, states.stats().offloads
+    actual.optimizer.step()
+    expected.optimizer.step()
+    assert states.device_bytes == before - 2 * 4 * (WIDTH + 1) * WIDTH
+    assert states.stats().offloads == offloads
+    assert_same(actual.steps(2), expected.steps(2))
+
+
+class MemoryInPieces(WatchingTransfer):
+    """A device that has no room for every third state, until nothing else leaves."""
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        self.asked = getattr(self, "asked", 0) + 1
+        if self.asked % 3 == 0:
+            raise torch.OutOfMemoryError("what is free is in pieces")
+        return super().reload(host, after)
+
+
+@pytest.mark.parametrize("resident_bytes", [1, 5 * 2 * WIDTH * WIDTH * 4])
+def test_memory_in_pieces_makes_states_come_later(resident_bytes: int) -> None:
+    actual, expected = Training(resident_bytes=resident_bytes).steps(2), Training(managed=False).steps(2)
+    actual.transfer.__class__ = MemoryInPieces
+    assert_same(actual.steps(3), expected.steps(3))
 
 
 def test_states_return_in_the_last_backward_and_leave_by_the_last_layer() -> None:
@@ -292,16 +326,26 @@ def test_states_return_in_the_last_backward_and_leave_by_the_last_layer() -> Non
     assert states.stats().late_prefetches == 0
 
 
+def copies_out_not_waited_for(log: list[tuple[str, int, str]]) -> int:
+    started, waited = (sum(entry[::2] == ("out", what) for entry in log) for what in ("start", "wait"))
+    return started - waited
+
+
 def test_copies_out_run_beside_the_forward() -> None:
-    training = Training(resident_bytes=ALL).steps(2)
+    """None before it, so that a value read after the step waits for none; then those of two layers."""
+    training = Training(resident_bytes=ALL, min_tensor_bytes=4 * WIDTH * WIDTH).steps(2)
     log = training.transfer.log
     training.backwards(1)
     log.clear()
     training.optimizer.step()
-    outs = [entry for entry in log if entry[0] == "out"]
-    assert {entry[2] for entry in outs} == {"start"}
+    assert not [entry for entry in log if entry[0] == "out"]
+    waiting: list[int] = []
+    for layer in training.model.layers:
+        layer.register_forward_pre_hook(lambda *_: waiting.append(copies_out_not_waited_for(log)))
     training.loss()
-    assert sum(entry[0] == "out" and entry[2] == "wait" for entry in log) == len(outs)
+    outs = [entry for entry in log if entry[::2] == ("out", "start")]
+    assert 0 < max(waiting) <= len(outs) / 2
+    assert waiting[-1] == 0
 
 
 @pytest.mark.parametrize("micro_batches", [[3, 3, 1, 1, 3, 3, 2], [1, 2, 1, 3]])
@@ -362,10 +406,9 @@ def test_a_state_dict_has_the_values(make: Make, moment: Callable[[Training], No
 
 def test_saving_needs_no_room_on_the_device() -> None:
     training = Training().steps(2)
-    training.transfer.most_bytes = 0
-    prefetches = training.on().stats().prefetches
+    prefetches, device_bytes = training.on().stats().prefetches, training.on().device_bytes
     training.optimizer.state_dict()
-    assert training.on().device_bytes == 0
+    assert training.on().device_bytes <= device_bytes < training.on().state_bytes
     assert training.on().stats().prefetches == prefetches
 
 

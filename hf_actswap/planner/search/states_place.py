@@ -22,6 +22,7 @@ from ...errors import PlanError
 from ..budget import BudgetError
 from ..cost.simulate import outside
 from ..profile import Prediction, Profile
+from ..states.optimizer_states import part_bytes
 
 WORTH = 0.01
 """Share of a step by which the host must be predicted to be faster: less is within a prediction's error."""
@@ -72,7 +73,10 @@ def with_states_in_passing(
     forward_ms = micro_batch.forward_end_ms
     backward_ms = micro_batch.step_ms - once_ms - forward_ms
     both_ways = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
-    step_ms = max(profile.outside_ms, (states - resident) / both_ways)
+    waits_bytes = states - resident
+    if waits_bytes:
+        waits_bytes += part_bytes(resident)  # the first states leave before others come
+    step_ms = max(profile.outside_ms, waits_bytes / both_ways)
     leave_ms = max(moved_bytes / link.out_bytes_per_ms - forward_ms, 0.0)
     return_ms = max(moved_bytes / link.in_bytes_per_ms - backward_ms, 0.0)
     return WholeStep(micro_batch, step.ms - once_ms + step_ms + leave_ms + return_ms, resident)

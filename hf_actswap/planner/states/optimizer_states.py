@@ -2,12 +2,14 @@
 
 Without this, weights, gradients and states are on the device at once, and states also beside activations.
 Here states are in host memory from one step to the next, and pass through the device during the optimizer's
-step, bucket by bucket. The storages of states move in the order of the parameters:
+step, bucket by bucket. The storages of states move in one order of the parameters:
 
 * **Step.** Buckets of parameters are stepped one after another by the optimizer's own code, each with its
   states on the device, while the next states are copied in and the last ones out. At most ``resident_bytes``
-  of states are on the device at once (a single parameter's states always are).
-* **Forward.** What the step left being copied out is released layer by layer, all of it before the last one.
+  of states are on the device at once (a single parameter's states always are). The last states that fit
+  together stay: a loss that is read after the step would wait behind their copies.
+* **Forward.** What stayed is copied out and released layer by layer, all of it before the last one. No more
+  than two layers' copies are in the queue of the link: the model may read a value here too.
 * **Backward.** Up to ``resident_bytes`` come back little by little, as gradients appear: with activations
   falling by as much as states grow, there is no new peak. In gradient accumulation this happens in the last
   backward, which is known from the number of backwards before the last step.
@@ -67,8 +69,19 @@ Closure = Callable[[], Any]
 Bucket = list[list[torch.Tensor]]
 """Some parameters of each parameter group."""
 
-_PARTS = 4
-"""Number of buckets that fit the resident bytes: one is stepped, one comes, one leaves, one is in reserve."""
+_PARTS = 16
+"""Number of buckets that fit the resident bytes. No states come before the first bucket has left."""
+_LEAST_PARTS = 4
+"""The same where buckets are small: one is stepped, one comes, one leaves, one is in reserve."""
+_LARGE_PARTS = 24
+"""States of a parameter are large that are more than one part in this many of all."""
+_SMALL_BYTES = 2**26
+"""Smaller buckets are worth no step of their own: a copy of this size takes as long as a few launches."""
+
+
+def part_bytes(resident_bytes: int) -> int:
+    """Return the bytes of states that are stepped at a time, unless one parameter has more."""
+    return max(1, resident_bytes // _PARTS, min(_SMALL_BYTES, resident_bytes // _LEAST_PARTS))
 
 
 class StreamedStep:
@@ -81,6 +94,7 @@ class StreamedStep:
     def __init__(self, optimizer: torch.optim.Optimizer, residence: StateResidence) -> None:
         self._optimizer, self._residence = optimizer, residence
         self._parameters: list[list[torch.Tensor]] | None = None
+        self._left_last = 0
         self.running = False
 
     @property
@@ -96,7 +110,22 @@ class StreamedStep:
                 group["params"] = own
 
     def order(self, states: WatchedStates) -> list[StateStorage]:
-        return self._residence.storages_of_all(key for key in of_optimizer(self._optimizer) if key in states)
+        """Return the storages in the order in which the step needs them."""
+        return self._residence.storages_of_all(key for _, key in self._parameters_in_order() if key in states)
+
+    def _parameters_in_order(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the parameters, with the index of their group, in the order of the step.
+
+        It is the optimizer's, but those with the largest states (embeddings) are the first: the memory that
+        they leave has room for others, and the last states leave in equal shares beside a forward.
+        """
+        groups = enumerate(self._optimizer.param_groups)
+        found = [(index, parameter) for index, group in groups for parameter in group["params"]]
+        return sorted(found, key=lambda item: not self._is_large(item[1]))
+
+    def _is_large(self, parameter: torch.Tensor) -> bool:
+        large_bytes = self._residence.total_bytes // _LARGE_PARTS
+        return sum(item.size_bytes for item in self._residence.storages_of(parameter)) > large_bytes
 
     def run(self, states: WatchedStates, resident_bytes: int) -> None:
         """Step all parameters that have gradients, then empty the groups for the step call itself.
@@ -104,30 +133,48 @@ class StreamedStep:
         If the optimizer raises an error, it has stepped earlier buckets. ``resident_bytes``: the most bytes
         of states on the device, unless one parameter has more.
         """
-        buckets = list(self._buckets(max(1, resident_bytes // _PARTS)))
-        ahead = deque(self.order(states))
+        buckets = list(self._buckets(part_bytes(resident_bytes)))
+        sizes = [sum(self._state_bytes(key) for key in _parameters_of(bucket)) for bucket in buckets]
+        remaining_bytes = sum(sizes)
+        ahead = deque(
+            self._residence.storages_of_all(key for bucket in buckets for key in _parameters_of(bucket))
+        )
+        self._send_others(set(ahead))
         self._parameters = [group["params"] for group in self._optimizer.param_groups]
         try:
-            for bucket in buckets:
-                self.run_bucket(bucket, ahead, states, resident_bytes)
+            for bucket, size_bytes in zip(buckets, sizes, strict=True):
+                stays = remaining_bytes <= resident_bytes
+                self.run_bucket(bucket, ahead, states, resident_bytes, stays)
+                remaining_bytes -= size_bytes
         except BaseException:
             self.show()
             raise
         for group in self._optimizer.param_groups:
             group["params"] = []
 
+    def _send_others(self, needed: set[StateStorage]) -> None:
+        for storage in self._residence.all():
+            if storage not in needed:  # its parameter has no gradient: it came back for nothing
+                storage.turn_back()
+                storage.leave()
+
     def run_bucket(
-        self, bucket: Bucket, ahead: deque[StateStorage], states: WatchedStates, resident_bytes: int
+        self,
+        bucket: Bucket,
+        ahead: deque[StateStorage],
+        states: WatchedStates,
+        resident_bytes: int,
+        stays: bool = False,
     ) -> None:
         """Step a bucket of parameters, which have gradients; their states come before, and begin to leave
         afterwards.
 
         ``ahead`` are the storages that are needed next, in order; those whose copies have started are taken
-        off.
+        off. ``stays``: the states need not leave, unless this step has made them.
         """
-        keys = [parameter for parameters in bucket for parameter in parameters]
+        keys = list(_parameters_of(bucket))
         self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
-        if new_bytes := sum(self._state_bytes(key) for key in keys if not self._residence.storages_of(key)):
+        if new_bytes := sum(self._state_bytes(key) for key in keys if key not in states):
             self._residence.release(resident_bytes - new_bytes)  # the first step makes them
         self.running = True
         try:
@@ -135,40 +182,58 @@ class StreamedStep:
         finally:
             self.running = False
         self._residence.refresh(keys, states)
-        for storage in self._residence.storages_of_all(keys):
-            storage.leave()
+        began = len(self._residence.leaving)
+        if new_bytes or not stays:
+            for storage in self._residence.storages_of_all(keys):
+                storage.leave()
+        self._left_last = len(self._residence.leaving) - began
         self._residence.release(resident_bytes)
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
         for storage in needed:
             if storage.place == "host":
                 self._residence.release(resident_bytes - storage.size_bytes)
-                storage.start_return()
-        self._residence.start_returns(ahead, resident_bytes, releases=True)
+                self._start_return(storage)
+        try:
+            # This bucket's step must not wait for the copies out of the bucket before.
+            self._residence.start_returns(ahead, resident_bytes, spared=self._left_last)
+        except torch.OutOfMemoryError:
+            logger.debug("No room for the optimizer states that are next: they come when they are needed.")
         for storage in needed:
             storage.bring()
+
+    def _start_return(self, storage: StateStorage) -> None:
+        try:
+            storage.start_return()
+        except torch.OutOfMemoryError:  # what is free is in pieces that are too small
+            self._residence.release(0)
+            storage.start_return()
 
     def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Yield parameters that have gradients, in order, with states of up to ``bucket_bytes`` each time."""
         count = len(self._optimizer.param_groups)
         bucket: Bucket = [[] for _ in range(count)]
         held_bytes = 0
-        for index, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                size_bytes = self._state_bytes(parameter)
-                if held_bytes and held_bytes + size_bytes > bucket_bytes:
-                    yield bucket
-                    bucket, held_bytes = [[] for _ in range(count)], 0
-                bucket[index].append(parameter)
-                held_bytes += size_bytes
+        for index, parameter in self._parameters_in_order():
+            if parameter.grad is None:
+                continue
+            size_bytes = self._state_bytes(parameter)
+            if held_bytes and held_bytes + size_bytes > bucket_bytes:
+                yield bucket
+                bucket, held_bytes = [[] for _ in range(count)], 0
+            bucket[index].append(parameter)
+            held_bytes += size_bytes
         yield bucket
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's states; without any yet, twice the bytes of the parameter."""
         known = self._residence.storages_of(parameter)
         return sum(item.size_bytes for item in known) if known else 2 * parameter.nbytes
+
+
+def _parameters_of(bucket: Bucket) -> Iterator[torch.Tensor]:
+    for parameters in bucket:
+        yield from parameters
 
 
 def step_part(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
@@ -508,13 +573,13 @@ class OptimizerStates:
         self._pre_hook: Any = None
         self._depth = 0
         self._in_closure = False
-        self._pending_bytes = 0
         self.in_backward = False
         self._ahead: deque[StateStorage] | None = None
         self._order: dict[torch.Tensor, None] = {}
         self._returns = StatePrefetch(
             self._residence, lambda: self._step.order(self._watch()), self._most_returning_bytes
         )
+        self._departures = StateDepartures(self._residence, len(self._layers))
 
     @property
     def state_bytes(self) -> int:
@@ -555,7 +620,7 @@ class OptimizerStates:
         called = entries_to(self._model, first)
         self._undo += wrap_outermost_calls(called, self._forward_starts, _nothing)
         for index, layer in enumerate(self._layers):
-            self._undo += wrap_call(layer, self._layer_starts(index), _nothing)
+            self._undo += wrap_call(layer, partial(self._layer_starts, index), _nothing)
         for parameter in of_optimizer(optimizer):
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)
@@ -619,7 +684,6 @@ class OptimizerStates:
         for storage in self._residence.all():
             storage.turn_back()
             storage.leave()
-        self._pending_bytes = self._residence.leaving_bytes
 
     def _loaded(self, loads: list[Callable[[], Hashable]]) -> None:
         """Put loaded states in place one by one, after ``load_state_dict`` (see `StateCheckpoints`)."""
@@ -698,7 +762,7 @@ class OptimizerStates:
             self._step.show()
         else:
             self.take_stock()
-        self.send_all()
+            self.send_all()
 
     def _forward_starts(self, *_: object) -> None:
         if self._in_closure:
@@ -710,26 +774,16 @@ class OptimizerStates:
         if next(reversed(hooks)) != self._pre_hook.id:
             hooks.move_to_end(self._pre_hook.id)
         self._returns.forward_starts()
-        if self._residence.device_bytes:
-            self.send_all()
-            if not self._layers:
-                self._residence.release(0)
+        self._departures.forward_starts()
 
     def _most_returning_bytes(self) -> int:
         if self._depth or self.in_backward:  # of a closure, or in which states come for each parameter
             return 0
         return self.most_resident_bytes if is_streamed(self._optimizer) else self.state_bytes
 
-    def _layer_starts(self, index: int) -> Callable[..., None]:
-        left = 1 - (index + 1) / len(self._layers)
-
-        def starts(*_: object) -> None:
-            if self._pending_bytes and not self._depth:
-                self._residence.release(int(self._pending_bytes * left))
-                if not left:
-                    self._pending_bytes = 0
-
-        return starts
+    def _layer_starts(self, index: int, *_: object) -> None:
+        if not self._depth:
+            self._departures.layer_starts(index)
 
 
 def _ordered(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
@@ -746,6 +800,45 @@ def _outside_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.
     compiled = [module for module in model.modules() if is_compiled(module)]
     inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
     return [layer for layer in layers if id(layer) not in inside]
+
+
+class StateDepartures:
+    """Copies out the states that are on the device when a forward starts, an equal share before each layer.
+
+    A layer starts when the shares of the layers before it have left, the last one when all have. ``layers``:
+    their number; with none all states leave before the forward.
+    """
+
+    def __init__(self, residence: StateResidence, layers: int) -> None:
+        self._residence, self._layers = residence, layers
+        self._bytes = self._waiting_bytes = 0
+        self._waiting: deque[StateStorage] = deque()
+
+    def forward_starts(self) -> None:
+        storages = self._residence.all() if self._residence.device_bytes else []
+        for storage in storages:
+            storage.turn_back()
+        self._waiting = deque(storage for storage in storages if storage.place == "device")
+        self._bytes = self._residence.device_bytes
+        self._waiting_bytes = sum(storage.size_bytes for storage in self._waiting)
+        if not self._layers:
+            self._leave(0)
+            self._residence.release(0)
+
+    def layer_starts(self, index: int) -> None:
+        if not self._bytes:
+            return
+        last, shares = index == self._layers - 1, max(1, self._layers - 1)
+        self._leave(max(0, self._bytes * (shares - index - 2) // shares))
+        self._residence.release(0 if last else self._bytes * (shares - index) // shares)
+        if last:
+            self._bytes = 0  # a layer that runs again in backward must not send what has come back
+
+    def _leave(self, down_to_bytes: int) -> None:
+        while self._waiting and self._waiting_bytes > down_to_bytes:
+            storage = self._waiting.popleft()
+            self._waiting_bytes -= storage.size_bytes
+            storage.leave()
 
 
 class StatePrefetch:
@@ -800,7 +893,8 @@ class StatePrefetch:
             self._waiting = deque(self._order())
         try:
             with nullcontext() if self.stream is None else self.stream:
-                self._residence.start_returns(self._waiting, wanted_bytes, releases=False)
+                all_of_them = len(self._residence.leaving)
+                self._residence.start_returns(self._waiting, wanted_bytes, spared=all_of_them)
         except torch.OutOfMemoryError:
             logger.debug("No room for optimizer states in backward: the rest comes back in the step.")
             self._waiting.clear()

@@ -343,11 +343,6 @@ class StateResidence:
     def known(self) -> list[Hashable]:
         return list(self._of)
 
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes that are on the device and are being copied out."""
-        return sum(item.size_bytes for item in dict.fromkeys(self.leaving) if item.place == "leaving")
-
     def refresh(self, keys: Iterable[Hashable], states: WatchedStates) -> None:
         """Update the storages of states: new ones get a host block, those that are gone give theirs back.
 
@@ -396,24 +391,26 @@ class StateResidence:
             storage.set_aside()
         return self.total_bytes
 
-    def release(self, down_to_bytes: int) -> None:
-        """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``."""
-        while self.leaving and self.device_bytes > down_to_bytes:
+    def release(self, down_to_bytes: int, spared: int = 0) -> None:
+        """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``.
+
+        ``spared``: the number of storages, those that began to leave last, that are not freed.
+        """
+        while len(self.leaving) > spared and self.device_bytes > down_to_bytes:
             storage = self.leaving.popleft()
             if storage.place == "leaving":
                 storage.release()
 
-    def start_returns(self, ahead: deque[StateStorage], most_bytes: int, releases: bool) -> None:
+    def start_returns(self, ahead: deque[StateStorage], most_bytes: int, spared: int) -> None:
         """Start the copies in of the next storages, as long as at most ``most_bytes`` are on the device.
 
-        ``ahead`` are the storages in order; those whose copies have started are taken off. ``releases``:
-        leaving storages make room for them.
+        ``ahead`` are the storages in order; those whose copies have started are taken off. Leaving storages
+        make room for them, but those ``spared`` (`release`).
         """
         while ahead:
             storage = ahead[0]
             if storage.place == "host":
-                if releases:
-                    self.release(most_bytes - storage.size_bytes)
+                self.release(most_bytes - storage.size_bytes, spared)
                 if self.device_bytes + storage.size_bytes > most_bytes:
                     return
                 storage.start_return()

@@ -20,7 +20,7 @@ from ..stream import problems_of_model
 from . import options
 from .options import AskedStep, ModelRequest, reject_quantize
 from .output import Answer, answer, heading, problems_document, shown_problems, titled
-from .plan import Adapters, Quantize, Shard
+from .plan import Adapters, PrepareKbit, Quantize, Shard
 from .plan_answer import fate_table, step_shape, step_table
 from .planned import PLANNED, comparison_steps, costly_fates_note, memory_in_force, planned
 from .step import StepShape, prediction_document, profile_of, ranks_of_a_machine
@@ -101,13 +101,14 @@ def check(
     shard: Shard = None,
     lora: Adapters = None,
     quantize: Quantize = None,
+    prepare_kbit: PrepareKbit = False,
     tp: options.Tp = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 if a request was changed or a warning was given.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    asked = ModelRequest(model, dtype, lora, quantize)
+    asked = ModelRequest(model, dtype, lora, quantize, prepared=prepare_kbit)
     reject_quantize(asked, tp)
 
     def ask() -> Answer:

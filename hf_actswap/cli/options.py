@@ -168,6 +168,7 @@ class ModelRequest:
         dtype: ``None``: that of its configuration.
         lora: only adapters are trained; ``None``: all weights are.
         quantize: how the base model's linear layers are stored; ``None``: in ``dtype``.
+        prepared: whether all other weights are in fp32 (PEFT's ``prepare_model_for_kbit_training``).
     """
 
     name: str
@@ -175,10 +176,13 @@ class ModelRequest:
     lora: Lora | None = None
     quantize: QuantizeName | None = None
     trust_remote_code: bool = False
+    prepared: bool = False
 
 
 def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
-    """Reject ``--quantize`` of weights that are trained, or divided."""
+    """Reject ``--quantize`` of weights that are trained, or divided, and ``--prepare-kbit`` without it."""
+    if model.prepared and model.quantize is None:
+        raise typer.BadParameter("--prepare-kbit needs --quantize: it is for a quantised base")
     if model.quantize is not None and (model.lora is None or (ranks or 1) > 1):
         raise typer.BadParameter(
             "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"

@@ -82,6 +82,13 @@ Adapters = Annotated[
 Quantize = Annotated[
     QuantizeName | None, typer.Option(help="How the base's linear layers are stored with --lora (QLoRA).")
 ]
+PrepareKbit = Annotated[
+    bool,
+    typer.Option(
+        "--prepare-kbit",
+        help="All other weights are fp32, as PEFT's prepare_model_for_kbit_training makes them.",
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
 ]
@@ -136,6 +143,7 @@ def plan(
     shard: Shard = None,
     lora: Adapters = None,
     quantize: Quantize = None,
+    prepare_kbit: PrepareKbit = False,
     trust_remote_code: TrustRemoteCode = False,
     tp: options.Tp = None,
     full: Full = False,
@@ -151,7 +159,7 @@ def plan(
     if save is not None:
         _reject_overwriting(save)
     asked = PlanRequest(
-        model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
+        model=ModelRequest(model, dtype, lora, quantize, trust_remote_code, prepare_kbit),
         config=config,
         step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard),
         profile=profile,

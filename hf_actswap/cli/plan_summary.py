@@ -211,10 +211,15 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
             "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
         }[subject.quantize]
+        prepare = "prepare_model_for_kbit_training"
+        others = (
+            f"are fp32, as {prepare} makes them."
+            if subject.prepared
+            else f"have the model's own type: {prepare} was not applied (--prepare-kbit)."
+        )
         yield (
             f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory "
-            "and time are counted. All other weights have the model's own type: "
-            "prepare_model_for_kbit_training was not applied."
+            f"and time are counted. All other weights {others}"
         )
     if paged := paged_bytes(subject, step):
         yield (

@@ -39,6 +39,7 @@ class AnalysedModel:
         model: the model on ``meta``; with several tensor-parallel ranks the part of rank 0.
         parameters, trained: numbers of parameters of the whole model, adapters included.
         quantize: how its frozen linear layers are stored; ``None``: in ``dtype``.
+        prepared: whether all other weights are in fp32, as `prepare_kbit` makes them.
         profiles: of its steps, as they were computed from shapes, by what they depend on.
     """
 
@@ -51,6 +52,7 @@ class AnalysedModel:
     trained: int
     quantize: QuantizeName | None = None
     pipeline_stages: int = 1
+    prepared: bool = False
     profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
 
     def described(self) -> str:
@@ -81,6 +83,7 @@ class AnalysedModel:
             "functions_known": self.shape.functions_known,
             "trained": self.trained,
             "quantize": self.quantize,
+            "prepared_for_kbit": self.prepared,
         }
 
 
@@ -104,7 +107,7 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[AnalysedMode
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     size = parallel.tensor_parallel_size
     stages = parallel.pipeline_stage if parallel.runs_pipeline else 1
-    facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize, stages
+    facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize, stages, asked.prepared
     if size == 1:
         yield AnalysedModel(asked.name, model, model_structure(model), *facts)
         return
@@ -177,7 +180,22 @@ def model_on_meta(asked: ModelRequest) -> nn.Module:
     """Return the model in training mode on ``meta``, with its adapters (`random_model`)."""
     meta = torch.device("meta")
     model = random_model(asked.name, asked.dtype, meta, trust_remote_code=asked.trust_remote_code)
+    if asked.prepared:
+        prepare_kbit(model)
     return model if asked.lora is None else _adapted(model, asked.lora, meta)
+
+
+def prepare_kbit(model: Any) -> None:
+    """Make fp32 what is not quantised, as ``prepare_model_for_kbit_training`` does (``peft/utils/other.py``).
+
+    bitsandbytes quantises the linear layers, but not the head (``get_keys_to_not_convert`` in transformers).
+    """
+    head = model.get_output_embeddings()
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    quantised = {id(linear.weight) for linear in linears}
+    for weight in model.parameters():
+        if id(weight) not in quantised:
+            weight.data = weight.data.float()
 
 
 def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:

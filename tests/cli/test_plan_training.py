@@ -188,6 +188,17 @@ def test_a_quantised_base(at_peak: Any) -> None:
         assert any("Linear layers of the decoder are stored in" in line for line in found["assumed"])
 
 
+def test_what_is_not_quantised_is_fp32_after_peft_has_prepared_it(run: Run, at_peak: Any) -> None:
+    pytest.importorskip("peft")
+    asked = "--lora", "r=8", "--quantize", "4bit"
+    plain, _ = at_peak(*asked)
+    parts, found = at_peak(*asked, "--prepare-kbit")
+    assert parts["weights_bytes"] - plain["weights_bytes"] == 2 * (OUTSIDE + 4 * (LAYER - LINEARS))
+    assert found["model"]["prepared_for_kbit"]
+    assert any("as prepare_model_for_kbit_training makes them" in line for line in found["assumed"])
+    assert run("plan", "model", "--lora", "r=8", "--prepare-kbit").code == 2
+
+
 def test_a_quantised_weight_is_whole_while_its_module_runs() -> None:
     profile, baseline = on_paper()
     module = (1, "mlp.up_proj")

@@ -1,0 +1,1 @@
+"""Measurements that others have published, and what ``hf-actswap plan`` predicts for them."""

@@ -324,10 +324,16 @@ def planned(
         return on_device.whole_or_in_tiles(config)
     host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
 
+    misses: list[BudgetError] = []
+
     def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
         bucket = memory.swap_bucket_size if swaps else 0
         moved = replace(memory, preference="memory_saving", swap_bucket_size=bucket)
-        found_so = replace(search, memory=moved).planned(profile, fixed)
+        try:
+            found_so = replace(search, memory=moved).planned(profile, fixed)
+        except BudgetError as error:
+            misses.append(error.with_hint("That is with the optimizer's states on the host."))
+            raise
         one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
         return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
 
@@ -340,7 +346,12 @@ def planned(
     best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
     if best is not None:
         return _with_states_in_passing(*best, math.inf if own is None else own.ms)
-    return on_device.in_more_tiles(config, missed) if result is None else result
+    if result is not None:
+        return result
+    try:
+        return on_device.in_more_tiles(config, missed)
+    except BudgetError as error:
+        raise min((error, *misses), key=lambda one: one.least_bytes) from None
 
 
 def chooses_itself(memory: MemoryConfig) -> bool:

@@ -438,8 +438,16 @@ class ActSwapCallback(TrainerCallback):
             plan = applied.plan
         if plan.does_anything or (self._divides and self._shows_all):
             self._show(plan, "")
-        elif not searches and not self._divides and self._in_backward is None:
-            logger.warning(_DOES_NOTHING, self._why_nothing())
+        elif not searches and not self._divides and not self._moves_others:
+            intended = isinstance(self._requested, MemoryPlan)  # a plan was found, and the step fits without
+            logger.log(logging.INFO if intended else logging.WARNING, _DOES_NOTHING, self._why_nothing())
+
+    @property
+    def _moves_others(self) -> bool:
+        """Whether the optimizer steps in backward, or its states or frozen weights wait on the host."""
+        applied = self.applied
+        moved = (applied.optimizer_states, applied.weights) if isinstance(applied, Planner) else ()
+        return self._in_backward is not None or any(one is not None for one in moved)
 
     def _show(self, plan: MemoryPlan, title: str) -> None:
         if self._shows_all:

@@ -15,6 +15,7 @@ from ..plan.tiles import tile_names
 from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03
+HOLES_SHARE = 0.02
 """Share of a device, or of a budget on paper, that no tensor of a step takes: for fragments, which are parts
 of pages that PyTorch's allocator holds and cannot give back, and for kernels' workspaces. In rehearsal, with
 expandable segments, parts of pages took at most 1.3 % of what was allocated (docs/rehearsal.md)."""
@@ -88,14 +89,30 @@ def allocatable_bytes(profile: Profile, memory: MemoryConfig, budget: int) -> in
     """
     if profile.source == "measured":
         return budget - profile.reserved_bytes
-    return budget if memory.budget_gib is None else budget - round(MARGIN_SHARE * budget)
+    allocatable = budget if memory.budget_gib is None else budget - round(MARGIN_SHARE * budget)
+    return (
+        beside_leaving_states(profile, allocatable) if memory.preference == "memory_saving" else allocatable
+    )
+
+
+def beside_leaving_states(profile: Profile, allocatable: int) -> int:
+    """Return how much tensors may take where the optimizer's states leave during a forward.
+
+    The forward allocates meanwhile, between states that are still there, and what these leave is in pieces:
+    of each, the allocator cannot use parts of its 20 MiB pages elsewhere (``kLargeBuffer`` in
+    ``c10/cuda/CUDACachingAllocator.cpp``). A profile that was measured has these fragments.
+    """
+    return allocatable if profile.source == "measured" else allocatable - round(HOLES_SHARE * allocatable)
 
 
 def budget_for(profile: Profile, memory: MemoryConfig, allocated_bytes: int) -> int:
     """Return the least budget in which a step may allocate so much: `allocatable_bytes` the other way."""
     if profile.source == "measured":
         return allocated_bytes + profile.reserved_bytes
-    return allocated_bytes if memory.budget_gib is None else math.ceil(allocated_bytes / (1 - MARGIN_SHARE))
+    share = 1.0 if memory.budget_gib is None else 1 - MARGIN_SHARE
+    if memory.preference == "memory_saving":
+        share *= 1 - HOLES_SHARE
+    return math.ceil(allocated_bytes / share)
 
 
 def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) -> Limits:

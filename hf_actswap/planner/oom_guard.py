@@ -72,6 +72,7 @@ from .meter import Meter, StartedMode, runs_its_own_dispatch
 logger = logging.getLogger(__name__)
 
 _WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
+_FREE = re.compile(r"of which ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB) is free")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Texts of errors of libraries that ask the driver for memory themselves; raised as ``RuntimeError``."""
@@ -79,10 +80,21 @@ _LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "C
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first line of an out-of-memory error, and the bytes asked for (``None``: it does not say)."""
+    """The first line of an out-of-memory error, and the bytes asked for (``None``: it does not say).
+
+    ``free_bytes``: what the device had free, beside what the allocator caches.
+    """
 
     text: str
     wanted_bytes: int | None
+    free_bytes: int = 0
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """By how much less memory in use would have done; all that was asked for where that is not known."""
+        if self.wanted_bytes is None or self.free_bytes >= self.wanted_bytes:
+            return self.wanted_bytes
+        return self.wanted_bytes - self.free_bytes
 
 
 class DeviceMemoryError(torch.OutOfMemoryError, ActSwapError):
@@ -127,10 +139,11 @@ def failure_of(error: BaseException) -> Failure | None:
     text = next(iter(str(error).splitlines()), "")
     if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _LIBRARY_ERRORS):
         return None
-    wanted = _WANTED.search(text)
-    if wanted is None:
-        return Failure(text, None)
-    return Failure(text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))
+    return Failure(text, _bytes_in(_WANTED.search(text)), _bytes_in(_FREE.search(text)) or 0)
+
+
+def _bytes_in(found: re.Match[str] | None) -> int | None:
+    return None if found is None else int(float(found[1].replace(",", "")) * _UNITS[found[2]])
 
 
 def is_captured(device: torch.device) -> bool:

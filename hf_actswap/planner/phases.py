@@ -684,7 +684,7 @@ class Planner:
         """Begin the search before the first step, from a step computed from shapes; return whether that did.
 
         Every rank must call it. What the first steps measure corrects it (`SearchPhase`). If nothing fits on
-        paper, steps are recorded: they may need less than was computed.
+        paper, more of the model runs in tiles; if nothing fits then, steps are recorded, which may need less.
         """
         run, phase = self._run, self._phase
         budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
@@ -705,13 +705,15 @@ class Planner:
         if isinstance(phase, WarmUp):
             phase.close()
         self._plans += 1
-        size = BatchSize.of(profile.batch_shape, True)
+        size, tiles = BatchSize.of(profile.batch_shape, True), run.fixed.tiles
         try:
             self._phase = self._begin_search(step, None if size is None else size.joined(self._largest))
         except BudgetError as error:
             run.log.debug("no plan on paper: %s", error)
             self._impossible = []
             self._phase = WarmUp(run, first_steps(run))
+        if run.fixed.tiles != tiles:  # a step in these tiles is computed anew, and none recorded
+            self._plans_ahead(args, kwargs)
         return True
 
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from .budget import (
     MARGIN_SHARE,
     BudgetError,
     allocatable_bytes,
+    beside_leaving_states,
     budget_bytes,
     impossible,
     limit_bytes,
@@ -260,10 +261,11 @@ def states_in_passing(
     profile, limits = task.profile, task.limits()
 
     def on_host(swaps: bool) -> tuple[Found, WholeStep]:
-        bucket = limits.swap_bucket_bytes if swaps else 0
-        moved = replace(limits, frees_optimizer_states=True, swap_bucket_bytes=bucket)
-        found = find_plan(profile, task.fixed, moved.beside_states(profile), search_least=False)
-        return found, with_states_in_passing(profile, found.prediction, micro_batches, limits.device_bytes)
+        bucket, device_bytes = limits.swap_bucket_bytes, beside_leaving_states(profile, limits.device_bytes)
+        moved = replace(limits, device_bytes=device_bytes, frees_optimizer_states=True)
+        moved = replace(moved, swap_bucket_bytes=bucket if swaps else 0).beside_states(profile)
+        found = find_plan(profile, task.fixed, moved, search_least=False)
+        return found, with_states_in_passing(profile, found.prediction, micro_batches, device_bytes)
 
     def choose() -> tuple[StatesInPassing | None, Found | None]:
         best, kept = on_device, None

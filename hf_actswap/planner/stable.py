@@ -75,7 +75,7 @@ class Stable:
 
     def ran_out(self, failure: Failure) -> None:
         if self.smaller is None or not self.smaller.drop_used():
-            self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
+            self.missed_by_bytes = max(self.missed_by_bytes, failure.missing_bytes or 1)
         self._run.set_guard(True)
 
     def step_ended(self) -> bool:

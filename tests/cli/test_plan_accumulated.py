@@ -66,6 +66,16 @@ def test_what_is_written_stays(run: Run, wide: Path, write: Callable[[str], Path
     assert on_host["optimizer_states"] == {"place": "host", "kept_ms": None}
 
 
+def test_the_least_budget_is_that_with_the_states_on_the_host(run: Run, wide: Path) -> None:
+    """What the error names fits; less than 1 % below it does not."""
+    asked = ("--seq", "1k", "--device", "H100", "--budget")
+    (problem,) = run("plan", wide, *asked, "1GiB", "--json").document["problems"]
+    assert "That is with the optimizer's states on the host." in problem["hint"]
+    least = float(problem["expected"].split()[2])
+    assert found(run, wide, *asked, f"{least}GiB")["optimizer_states"]["place"] == "host"
+    assert run("plan", wide, *asked, f"{0.99 * least:.4f}GiB", "--json").code == 1
+
+
 def test_gradients_of_earlier_micro_batches_are_counted(run: Run, wide: Path) -> None:
     roomy = ("--seq", "8k", "--device", "H100", "--optimizer", "none")
     one, two = (found(run, wide, *roomy, "--micro-batches", count) for count in ("1", "2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import subprocess
 from collections.abc import Callable
@@ -357,8 +358,19 @@ NOTHING = {
     "None": (None, "actswap=None"),
     "empty file": ("empty.yaml", "the configuration (empty.yaml) is empty"),
     "keeps everything": ({"swap_config": {"swap": True, "op_swap": []}}, "(mapping) keeps everything"),
-    "plan": ("plan.json", "the plan keeps everything"),
 }
+
+
+def test_a_plan_that_keeps_everything_is_no_warning(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found: the step fits as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(MemoryPlan((), 4).to_json())
+    with caplog.at_level(logging.INFO):
+        make_trainer("plan.json", callback=False, max_steps=2).train()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    assert "Nothing is swapped or recomputed: the plan keeps everything" in caplog.text
 
 
 @pytest.mark.parametrize(("actswap", "why"), NOTHING.values(), ids=NOTHING)
@@ -372,7 +384,6 @@ def test_one_warning_where_nothing_will_happen(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.yaml").write_text("# nothing\n")
-    Path("plan.json").write_text(MemoryPlan((), 4).to_json())
     make_trainer(actswap, callback=False, max_steps=2).train()
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line for line in warned if "Nothing is swapped or recomputed" in line] == warned

@@ -524,6 +524,10 @@ def test_the_text_of_errors_is_read() -> None:
     for text, wanted_bytes in texts.items():
         failure = failure_of(torch.OutOfMemoryError(text))
         assert failure.wanted_bytes == wanted_bytes
+    whole = "CUDA out of memory. Tried to allocate 5.00 GiB. GPU 0 has 9 GiB of which 4.50 GiB is free."
+    assert failure_of(torch.OutOfMemoryError(whole)).missing_bytes == 2**29
+    held = whole.replace("4.50", "6.00") + " 23.00 GiB allowed;"  # the process may not take what is free
+    assert failure_of(torch.OutOfMemoryError(held)).missing_bytes == 5 * 2**30
     assert failure_of(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`")) is not None
     assert failure_of(RuntimeError("size mismatch: tried to allocate nothing")) is None
     assert failure_of(ValueError("Tried to allocate 1.00 GiB")) is None

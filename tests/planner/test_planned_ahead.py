@@ -68,6 +68,24 @@ def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
     assert found.losses == plain.losses
 
 
+def test_what_fits_in_tiles_alone_runs_in_them_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    """No step is recorded under the guard: logits of 2,048 words are most of the memory."""
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(vocab_size=2048)
+
+    def shape(_: int) -> tuple[int, int]:
+        return 4, 1024
+
+    plain = train(model, steps=1, shape=shape)
+    found = train(model, memory_of(0.36, plain), steps=3, shape=shape)
+    assert found.planner is not None
+    assert "tile_config head: asked nothing, got tiles" in caplog.text
+    assert found.phases == ["warm-up", "search", "stable"]
+    assert max(found.peaks) <= 0.36 * plain.peak_bytes
+    assert found.planner.evicted_bytes == 0
+
+
 def test_a_budget_that_nothing_fits_is_an_error(unplanned: Trained) -> None:
     with pytest.raises(BudgetError, match="at least"):
         train(tiny_llama, memory_of(0.02, unplanned))

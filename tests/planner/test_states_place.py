@@ -19,6 +19,7 @@ from hf_actswap.planner.search.states_place import (
     with_states_on_host,
 )
 from hf_actswap.planner.shape_buckets import RecordedStep
+from hf_actswap.planner.states.optimizer_states import part_bytes
 
 from .search_profiles import MIB, link_of, llama_layer, profile_of
 
@@ -38,6 +39,19 @@ def llama(states: int = STATES) -> Profile:
 def task_at(budget_bytes: int, **settings: Any) -> PlanningTask:
     profile = llama()
     return PlanningTask(profile, NOTHING, MemoryConfig(), budget_bytes, predict(profile, NOTHING), **settings)
+
+
+def test_no_states_come_before_the_first_have_left() -> None:
+    """The states of the largest weight are first: a gradient of 60 of 100."""
+    profile = llama()
+    moved = predict(profile, NOTHING, optimizer_states_moved=True)
+    alike = with_states_in_passing(profile, moved, 1, moved.peak_bytes)
+    made = replace(profile, gradient_bytes=(0, 100, 40, 10))
+    large = with_states_in_passing(made, moved, 1, moved.peak_bytes)
+    assert large.resident_bytes == alike.resident_bytes
+    assert alike.resident_bytes is not None
+    both_ways = 55e6 * 0.9
+    assert large.ms - alike.ms == pytest.approx((0.6 * STATES - part_bytes(alike.resident_bytes)) / both_ways)
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,8 @@ def _profile(
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
-    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # weights both ways, gradients once
+    # States and weights both ways, gradients once; to clip them they are read once, and go both ways.
+    moved_bytes = 2 * optimizer_state_bytes + 6 * trained_bytes
     return recorder.profile(
         device=rates.name,
         device_bytes=rates.memory_bytes,

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from ...errors import PlanError
@@ -74,12 +75,18 @@ def with_states_in_passing(
     backward_ms = micro_batch.step_ms - once_ms - forward_ms
     both_ways = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
     waits_bytes = states - resident
-    if waits_bytes:
-        waits_bytes += part_bytes(resident)  # the first states leave before others come
+    if waits_bytes:  # the first bucket leaves before others come: the states of the largest weight
+        waits_bytes += max(part_bytes(resident), int(_share_of_the_largest(profile) * states))
     step_ms = max(profile.outside_ms, waits_bytes / both_ways)
     leave_ms = max(moved_bytes / link.out_bytes_per_ms - forward_ms, 0.0)
     return_ms = max(moved_bytes / link.in_bytes_per_ms - backward_ms, 0.0)
     return WholeStep(micro_batch, step.ms - once_ms + step_ms + leave_ms + return_ms, resident)
+
+
+def _share_of_the_largest(profile: Profile) -> float:
+    """Return the largest gradient's share of all gradients; 0 where they are not known."""
+    made = sorted({0, *profile.gradient_bytes})
+    return max((after - before for before, after in pairwise(made)), default=0) / (made[-1] or 1)
 
 
 def _resident_bytes(profile: Profile, step: Prediction, limit_bytes: int) -> int:

@@ -189,13 +189,15 @@ STAGES = {
 
 LONG_ROWS = ("hf-checkpointing", "actswap-tiled-loss-recompute", "actswap-tiled-step", "actswap-streamed")
 _HALVES = ("actswap_plan_half", "actswap_plan_compiled_half")
+PROMISE = "promise.py --on-device --known --only H100"
+"""Saved plans, checkpointing and ``auto``, as `promise` trains them; with one more file of results."""
 HALF_HOURS: tuple[tuple[tuple[str, str, int], ...], ...] = (
     (
         ("smoke; if test_eager_repeats_its_bits fails, stop and mend that first", "--stage 1", 270),
+        ("what plan promises, trained", PROMISE, 270),
         ("the claims at 8k tokens", "--stage 3", 510),
         ("the claims at 32k tokens", "--stage 4", 480),
         ("whole 8B, 32k tokens and longer", f"--stage 6 --only {' '.join(LONG_ROWS)}", 150),
-        ("stress and guard tests", "--stage 2", 240),
     ),
     (
         ("out of memory, optimizer states", "--stage 5", 360),
@@ -322,8 +324,10 @@ def half_hour(number: int, out_folder: str | None) -> Iterator[str]:
         before += f'trap \'tar -czf "{out_folder}/{ARCHIVE}" -C "${RESULTS_VARIABLE}" .\' EXIT; '
     for place, (title, arguments, budget_s) in enumerate(HALF_HOURS[number - 1], 1):
         yield f"# {number}.{place} {title}: {budget_s} s"
-        minutes = f"--minutes {(budget_s - SLACK_S - _TO_END_S) / 60:g}"
-        yield f"{before}timeout -k 10 {budget_s} python3 benchmarks/gpu_day.py {arguments} {minutes}"
+        command = f"gpu_day.py {arguments} --minutes {(budget_s - SLACK_S - _TO_END_S) / 60:g}"
+        if arguments == PROMISE:
+            command = f'{arguments} --out "${RESULTS_VARIABLE}/promise_device.json"'
+        yield f"{before}timeout -k 10 {budget_s} python3 benchmarks/{command}"
     yield f"# then, here: tar -xzf {ARCHIVE} -C benchmarks/results; python benchmarks/verdict.py"
 
 

@@ -3,6 +3,7 @@
 Usage:
     python benchmarks/promise.py                          # needs PyTorch's CUDA build, no GPU
     python benchmarks/promise.py --only 8b lora --out results.json
+    python benchmarks/promise.py --on-device --known --only H100 --out results.json     # on a real H100
 
 Each row is what a user does: ``hf-actswap plan MODEL ... --save plan.yaml``, then a script with the Trainer
 and ``actswap="plan.yaml"``, run by ``hf-actswap rehearse --clock``. Beside it the same script trains with
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -148,20 +150,34 @@ def planned(row: Row, folder: Path) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - started}
 
 
-def rehearsed(row: Row, how: str, folder: Path) -> dict[str, Any]:
-    """Train a row as ``how`` says on its rehearsed device, and return what was seen."""
+def trained(row: Row, how: str, folder: Path, on_device: bool) -> dict[str, Any]:
+    """Train a row as ``how`` says, and return what was seen.
+
+    ``on_device``: on this machine's, which must be the row's; else on a rehearsed one.
+    """
     report, given = folder / "report.json", folder / "row.json"
-    given.write_text(json.dumps({"row": asdict(row), "how": how, "folder": str(folder)}), encoding="utf-8")
+    asked = {"row": asdict(row), "how": how, "folder": str(folder), "report": str(report)}
+    given.write_text(json.dumps({**asked, "measures": on_device}), encoding="utf-8")
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hf_actswap.cli", "rehearse", "--device", row.device, "--clock"]
-    command += ["--host-memory", HOST_MEMORY, "--no-advice", "--report", str(report), "--"]
-    command += [sys.executable, __file__, "--train", str(given)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "--train", str(given)]
+    path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}  # from a checkout, installed or not
+    if not on_device:
+        rehearse = ["rehearse", "--device", row.device, "--clock", "--host-memory", HOST_MEMORY]
+        rehearse += ["--no-advice", "--report", str(report), "--"]
+        command, env["OMP_NUM_THREADS"] = [sys.executable, "-m", "hf_actswap.cli", *rehearse, *command], "1"
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
-    (folder / f"{how}.log").write_text(ran.stdout + ran.stderr, encoding="utf-8")
+    log = ran.stdout + ran.stderr
+    (folder / f"{how}.log").write_text(log, encoding="utf-8")
     if not report.exists():
-        raise SystemExit(ran.stdout[-4000:] + ran.stderr[-4000:])
-    return seen(json.loads(report.read_text(encoding="utf-8")), ran.stdout + ran.stderr)
+        raise SystemExit(log[-8000:])
+    document = json.loads(report.read_text(encoding="utf-8"))
+    return {**document, "warnings": warnings_in(log)} if on_device else seen(document, log)
+
+
+def warnings_in(log: str) -> list[str]:
+    """Return the warnings of a training's log."""
+    return [line for line in log.splitlines() if line.startswith("WARNING - ")]
 
 
 def seen(document: Mapping[str, Any], log: str) -> dict[str, Any]:
@@ -179,12 +195,44 @@ def seen(document: Mapping[str, Any], log: str) -> dict[str, Any]:
         "reserved_peak_bytes": device.get("process_peak_bytes"),
         "host_bytes": process["host_bytes"],
         "out_of_memory": sum(item["times"] for item in process["out_of_memory"]),
-        "warnings": [line for line in log.splitlines() if line.startswith("WARNING - ")],
+        "warnings": warnings_in(log),
+    }
+
+
+def measured(trainer: Any) -> dict[str, Any]:
+    """Train, and return what a rehearsal's report would say (`seen`), as this device has it.
+
+    Times end when the device has done the step. Host memory is all that this process had resident.
+    """
+    import torch
+    from transformers import TrainerCallback
+
+    ended_at: list[float] = []
+
+    class StepTimes(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            ended_at.append(time.perf_counter())
+
+    trainer.add_callback(StepTimes())
+    ran_out = 0
+    try:
+        trainer.train()
+    except torch.OutOfMemoryError:
+        ran_out = 1
+    return {
+        "steps": len(ended_at),
+        "step_ms": [round(1000 * (after - before)) for before, after in pairwise(ended_at)],
+        "busy_ms": [],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+        "host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "out_of_memory": max(ran_out, torch.cuda.memory_stats().get("num_ooms", 0)),
     }
 
 
 def train(file: str) -> None:
-    """Train a row in this process, which a rehearsal has prepared."""
+    """Train a row in this process, which a rehearsal may have prepared."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -221,7 +269,11 @@ def train(file: str) -> None:
         auto = {"memory": {"mode": "adaptive", **row.memory}}
         asked: Any = str(folder / "plan.yaml") if how == "plan" else auto
         args = ActSwapTrainingArguments(actswap=asked, **common)
-    Trainer(model=model, args=args, train_dataset=data).train()
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    if given["measures"]:
+        Path(given["report"]).write_text(json.dumps(measured(trainer)), encoding="utf-8")
+    else:
+        trainer.train()
 
 
 @dataclass(frozen=True)
@@ -306,7 +358,7 @@ def in_words(one: Mapping[str, Any]) -> str:
     return f"{times}{memory}{ran_out}"
 
 
-def result_of(row: Row, ways: list[str], folder: Path) -> Result:
+def result_of(row: Row, ways: list[str], folder: Path, on_device: bool) -> Result:
     """Plan a row, and train it in the ``ways`` that are asked for."""
     answer = planned(row, folder)
     promised = None
@@ -318,8 +370,9 @@ def result_of(row: Row, ways: list[str], folder: Path) -> Result:
             "host_bytes": answer["host_memory"]["rank_bytes"],
             "recompute_all_bytes": answer["predicted"]["recompute all"]["peak_bytes"],
         }
-    trained = {how: rehearsed(row, how, folder) for how in ways if promised is not None or how != "plan"}
-    return Result(row, promised, answer["seconds"], trained)
+    chosen = [how for how in ways if promised is not None or how != "plan"]
+    found = {how: trained(row, how, folder, on_device) for how in chosen}
+    return Result(row, promised, answer["seconds"], found)
 
 
 def main() -> None:
@@ -328,6 +381,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of rows' names, all of which are in it")
     parser.add_argument("--ways", nargs="*", default=list(STEPS), choices=list(STEPS), help="how to train")
     parser.add_argument("--known", action="store_true", help="only the rows of README.md")
+    parser.add_argument("--on-device", action="store_true", help="train on this machine's GPU, not rehearsed")
     parser.add_argument("--out", type=Path, help="JSON file to write; rows of other names in it stay")
     parser.add_argument("--keep", type=Path, help="folder in which logs and plans stay")
     parser.add_argument("--train", help=argparse.SUPPRESS)
@@ -345,7 +399,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) if given.keep is None else given.keep / row.name.replace(", ", "_")
             folder.mkdir(parents=True, exist_ok=True)
-            result = result_of(row, given.ways, folder)
+            result = result_of(row, given.ways, folder, given.on_device)
         print(result.line(), flush=True)
         failed |= bool(result.faults())
         kept = [*(old for old in kept if old["name"] != row.name), result.document()]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_day, runner
-from benchmarks.gpu_day import HALF_HOURS, STAGES, Day, Machine, Stage, jobs_of, repeated_jobs
+from benchmarks.gpu_day import HALF_HOURS, PROMISE, STAGES, Day, Machine, Stage, jobs_of, repeated_jobs
 from benchmarks.records import Records
 from benchmarks.rows import EAGER, FLASH, ROWS
 from benchmarks.runner import FrontierJob, MeasureError, Session, Suite, Worker, origin_of, run_suite
@@ -80,10 +80,13 @@ def test_a_borrowed_half_hour_is_printed_as_commands(capsys: pytest.CaptureFixtu
     parts = [part for parts in HALF_HOURS for part in parts]
     assert all(sum(budget_s for _, _, budget_s in parts) <= 28 * 60 for parts in HALF_HOURS)
     asked = []
-    for command, (_, _, budget_s) in zip(commands, parts, strict=True):
+    for command, (_, arguments, budget_s) in zip(commands, parts, strict=True):
         assert len(command) <= 2000
         assert budget_s < 9.5 * 60
         assert any(line.startswith("# ") and line.endswith(f" {budget_s} s") for line in printed)
+        if arguments == PROMISE:
+            assert f"timeout -k 10 {budget_s} python3 benchmarks/promise.py --on-device" in command
+            continue
         assert f"timeout -k 10 {budget_s} python3 benchmarks/gpu_day.py --stage" in command
         chosen = gpu_day._parse(shlex.split(command.partition("gpu_day.py")[2]))
         assert 60 * chosen.minutes + gpu_day.SLACK_S < budget_s
@@ -91,7 +94,8 @@ def test_a_borrowed_half_hour_is_printed_as_commands(capsys: pytest.CaptureFixtu
         assert 60 * chosen.minutes <= STAGES[number].limit_s
         assert set(chosen.only or ()) <= {job.row.name for job in all_jobs(number)}
         asked.append(number)
-    assert asked == [1, 3, 4, 6, 2, 5, 3, 4, 6, 2]
+    assert [arguments for _, arguments, _ in parts[:2]] == ["--stage 1", PROMISE]
+    assert asked == [1, 3, 4, 6, 5, 3, 4, 6, 2]
 
 
 FAKE_PYTHON = """#!/bin/sh

@@ -15,10 +15,11 @@ from ..plan.tiles import tile_names
 from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03
-HOLES_SHARE = 0.02
 """Share of a device, or of a budget on paper, that no tensor of a step takes: for fragments, which are parts
 of pages that PyTorch's allocator holds and cannot give back, and for kernels' workspaces. In rehearsal, with
 expandable segments, parts of pages took at most 1.3 % of what was allocated (docs/rehearsal.md)."""
+HOLES_SHARE = 0.02
+"""Share that is left free in addition where the optimizer's states leave during a forward."""
 
 
 class BudgetError(PlanError):

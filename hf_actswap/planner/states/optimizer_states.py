@@ -134,15 +134,14 @@ class StreamedStep:
         of states on the device, unless one parameter has more.
         """
         buckets = list(self._buckets(part_bytes(resident_bytes)))
-        sizes = [sum(self._state_bytes(key) for key in _parameters_of(bucket)) for bucket in buckets]
-        remaining_bytes = sum(sizes)
-        ahead = deque(
-            self._residence.storages_of_all(key for bucket in buckets for key in _parameters_of(bucket))
-        )
-        self._send_others(set(ahead))
+        remaining_bytes = sum(size_bytes for _, size_bytes in buckets)
+        keys = (key for bucket, _ in buckets for key in _parameters_of(bucket))
+        ahead = deque(self._residence.storages_of_all(keys))
+        needed = set(ahead)  # the others came back for nothing: their parameters have no gradients
+        self._residence.send(storage for storage in self._residence.all() if storage not in needed)
         self._parameters = [group["params"] for group in self._optimizer.param_groups]
         try:
-            for bucket, size_bytes in zip(buckets, sizes, strict=True):
+            for bucket, size_bytes in buckets:
                 stays = remaining_bytes <= resident_bytes
                 self.run_bucket(bucket, ahead, states, resident_bytes, stays)
                 remaining_bytes -= size_bytes
@@ -151,12 +150,6 @@ class StreamedStep:
             raise
         for group in self._optimizer.param_groups:
             group["params"] = []
-
-    def _send_others(self, needed: set[StateStorage]) -> None:
-        for storage in self._residence.all():
-            if storage not in needed:  # its parameter has no gradient: it came back for nothing
-                storage.turn_back()
-                storage.leave()
 
     def run_bucket(
         self,
@@ -209,8 +202,8 @@ class StreamedStep:
             self._residence.release(0)
             storage.start_return()
 
-    def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield parameters that have gradients, in order, with states of up to ``bucket_bytes`` each time."""
+    def _buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, int]]:
+        """Yield parameters with gradients, in order, and their states' bytes: ``bucket_bytes`` or less."""
         count = len(self._optimizer.param_groups)
         bucket: Bucket = [[] for _ in range(count)]
         held_bytes = 0
@@ -219,11 +212,11 @@ class StreamedStep:
                 continue
             size_bytes = self._state_bytes(parameter)
             if held_bytes and held_bytes + size_bytes > bucket_bytes:
-                yield bucket
+                yield bucket, held_bytes
                 bucket, held_bytes = [[] for _ in range(count)], 0
             bucket[index].append(parameter)
             held_bytes += size_bytes
-        yield bucket
+        yield bucket, held_bytes
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's states; without any yet, twice the bytes of the parameter."""
@@ -681,9 +674,7 @@ class OptimizerStates:
         return key
 
     def send_all(self) -> None:
-        for storage in self._residence.all():
-            storage.turn_back()
-            storage.leave()
+        self._residence.send(self._residence.all())
 
     def _loaded(self, loads: list[Callable[[], Hashable]]) -> None:
         """Put loaded states in place one by one, after ``load_state_dict`` (see `StateCheckpoints`)."""

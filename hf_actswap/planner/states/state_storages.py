@@ -381,15 +381,19 @@ class StateResidence:
             return self._set_all_aside()
 
     def _set_all_aside(self) -> int:
-        for storage in self.all():
-            storage.turn_back()
-            storage.leave()
+        self.send(self.all())
         self.release(0)
         self.transfer.synchronize()
         self._pool.close()  # slabs whose blocks are given back are unlocked, and the tensors' own
         for storage in self.all():
             storage.set_aside()
         return self.total_bytes
+
+    def send(self, storages: Iterable[StateStorage]) -> None:
+        """Start the copies out of storages, and turn back those that are coming."""
+        for storage in storages:
+            storage.turn_back()
+            storage.leave()
 
     def release(self, down_to_bytes: int, spared: int = 0) -> None:
         """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``.

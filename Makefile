@@ -7,7 +7,7 @@
 # make oldest    the quick tests with the oldest PyTorch and transformers (gigabytes: that PyTorch brings CUDA along)
 # make peers     TRL's and PEFT's own tests with a plan on every model (an hour)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
-# make gpu-carry libraries that are measured beside ours, to be carried to a machine without an index
+# make gpu-carry libraries that are measured beside ours, and HiGHS, to be carried to a machine without an index
 # make sanitize  a small case under compute-sanitizer (make gpu does it too, where the tool is found)
 # make promise   does what `hf-actswap plan` promises come true: trainings on rehearsed devices (hours for all rows)
 # make rehearse  the tests that need a GPU, on a rehearsal's device (gigabytes: PyTorch's CUDA build; no GPU)
@@ -100,7 +100,7 @@ gpu:
 # For the Python of that machine, without what they depend on: benchmarks/README.md says how they are used.
 gpu-carry:
 	$(PYTHON) -m pip install --quiet --target gpu-carry --upgrade --no-compile --no-deps --only-binary :all: \
-		--python-version 3.12 --constraint constraints.txt trl liger-kernel
+		--python-version 3.12 --constraint constraints.txt trl liger-kernel highspy
 
 # Twice: every tensor memory of its own, so that nothing outside of one is touched unseen; and memory that is
 # given and taken in the order of streams, where what another stream still uses must not be given back. Its

@@ -30,7 +30,7 @@ from ..version import __version__
 from . import options
 from .output import Answer, answer, link_text, size_text
 
-_PACKAGES = ("transformers", "accelerate", "datasets", "huggingface_hub", "scipy", "peft", "trl")
+_PACKAGES = ("transformers", "accelerate", "datasets", "huggingface_hub", "scipy", "highspy", "peft", "trl")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

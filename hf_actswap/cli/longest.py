@@ -16,6 +16,7 @@ from typing import Any, Literal
 from rich.console import RenderableType
 
 from ..config import ActSwapConfig, TileConfig, load_config
+from ..engine import host_memory
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.model_structure import unwrapped
 from ..planner.budget import allocatable_bytes, budget_bytes
@@ -95,7 +96,8 @@ class _Lengths:
     """Predicts steps of one model at many lengths, under the configuration's parallel and memory sections."""
 
     def __init__(self, found: AnalysedModel, asked: PlanRequest, config: ActSwapConfig) -> None:
-        self._found, self._config, self._host = found, config, asked.host_bytes
+        self._found, self._config = found, config
+        self._host = host_memory.budget_bytes(None, 1, asked.host_free_bytes)
         self._shape = replace(step_shape(asked.step), sequences=1)
         self._memory = memory_in_force(config, asked.budget_bytes, self._shape)
         self._budget_bytes = self._allocatable_bytes = 0  # the second: without fragments

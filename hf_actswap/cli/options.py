@@ -216,5 +216,5 @@ class PlanRequest:
     save: str | None = None
     windows: bool = False
     full: bool = False
-    host_bytes: int | None = None  # of a rank
+    host_free_bytes: int | None = None  # for a rank, of which a tenth is left to others
     micro_batches: int | None = None

@@ -108,8 +108,9 @@ HostMemoryGib = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="The most host memory of a rank. Default: the configuration's, else what machines with the "
-        "device usually have for each; with --longest as much as it needs.",
+        help="Host memory that the machine has free for a rank; plans take 90 % of it, as trainings do. "
+        "Default: the configuration's limit, else what machines with the device usually have for each; "
+        "with --longest as much as it needs.",
     ),
 ]
 MicroBatches = Annotated[
@@ -169,7 +170,7 @@ def plan(
         save=save,
         windows=windows,
         full=full,
-        host_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
+        host_free_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
         micro_batches=micro_batches,
     )
     _reject_combinations(asked, longest)

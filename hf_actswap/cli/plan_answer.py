@@ -221,14 +221,14 @@ def _answer_of(asked: PlanRequest, written: ActSwapConfig) -> Answer:
         if step.micro_batches > 1 and step.sharding is not None and step.sharding.stage > 1:
             raise PlanError([_SHARDED_GRADIENTS])
         ranks = ranks_of_a_machine(found, step)
-        memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_bytes)
+        memory = memory_in_force(wanted, asked.budget_bytes, step, ranks, asked.host_free_bytes)
         if recorded is not None:
             recorded.check(found)
         room = _left_to_swap(memory, found, step)
         profile = None if recorded is None else recorded.profile
         result = planned(found, step, wanted, room, profile, asked.full)
         memory = replace(memory, preference=result.memory.preference)
-        said = asked.host_bytes is not None or wanted.memory.host_memory_gib is not None
+        said = asked.host_free_bytes is not None or wanted.memory.host_memory_gib is not None
         return replace(result, memory=memory, host_is_written=said)
 
     if asked.compared:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
+from ..engine import host_memory
 from ..engine.stats import GIB
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
@@ -203,18 +204,19 @@ def memory_in_force(
     budget: int | None,
     step: StepShape,
     ranks: int = 1,
-    host: int | None = None,
+    host_free_bytes: int | None = None,
 ) -> MemoryConfig:
     """Return the ``memory`` section to plan with; mode ``off`` becomes ``adaptive``, that of ``auto``.
 
-    The device's ``budget`` and a rank's ``host`` memory, in bytes, replace the section's own; a section
-    without either gets the host memory that is usual for the device. Several ranks leave more of the device
-    free, for buffers of collectives.
+    The device's ``budget``, in bytes, and what a rank may take of ``host_free_bytes`` replace the section's
+    own; a section without either gets the host memory that is usual for the device. Several ranks leave more
+    of the device free, for buffers of collectives.
     """
     memory = config.memory
     if memory.mode == "off":
         memory = replace(memory, mode="adaptive")
     rates = rates_or_none(step.device)
+    host = host_memory.budget_bytes(None, 1, host_free_bytes)
     if host is None and memory.host_memory_gib is None and rates is not None:
         host = rates.host_bytes
     if host is not None:

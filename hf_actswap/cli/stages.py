@@ -299,8 +299,8 @@ def answer_stages(
         form = StagedModel(found.model, found.shape, layout, 0, parallel.sequence_ranks)
         _learn(form, shape)
     ranks = ranks_of_a_machine(found, shape)
-    memory = memory_in_force(config, asked.budget_bytes, shape, ranks, asked.host_bytes)
-    written = asked.host_bytes is not None or config.memory.host_memory_gib is not None
+    memory = memory_in_force(config, asked.budget_bytes, shape, ranks, asked.host_free_bytes)
+    written = asked.host_free_bytes is not None or config.memory.host_memory_gib is not None
     return LayoutPredictor(config, found, shape, count, form, memory, table, written).answer(parallel)
 
 

@@ -95,7 +95,7 @@ def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Pat
 def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--host-memory-gib", "0.002", "--json")
     found = run("plan", tiny, *options, "--budget", beside_fragments(64 + 24)).document["longest"]
-    limit = int(0.002 * GIB)
+    limit = int(0.9 * 0.002 * GIB)
     longest = found["inputs swapped"]["tokens"]
     assert found["inputs swapped"]["ends"] == "host"
     assert found["streamed in chunks"]["tokens"] == 0

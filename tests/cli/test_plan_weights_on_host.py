@@ -148,7 +148,7 @@ def test_auto_moves_the_weights_where_nothing_fits_with_them(
 
     whole = asked("memory: {mode: adaptive}\n", 2**33)["predicted"]["recompute all"]["peak_bytes"]
     between = (whole - 40_000) / 0.97  # the host spares 63,488 bytes; 3 % are for fragments
-    assert not asked("memory: {mode: adaptive}\n", between)["ok"]
+    assert not asked("memory: {mode: adaptive, weights: keep}\n", between)["ok"]
     found = asked(AUTO, between)
     assert found["ok"], found
     assert found["weights"] == {"place": "host", "why": "nothing fits with them on the device"}

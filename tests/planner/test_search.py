@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hf_actswap.plan import MemoryPlan, PlanRow, Windows, swapped_bytes
 from hf_actswap.plan.actions import Fate
 from hf_actswap.plan.saved_bytes import swapped_copies
 from hf_actswap.planner import BudgetError, Limits, Profile, find_plan, predict
-from hf_actswap.planner.search import layer_milp, layer_options
+from hf_actswap.planner.search import layer_milp
 from hf_actswap.planner.search.find_plan import Found, Search, candidates, least_peak_bytes
 from hf_actswap.planner.search.layer_graph import effective_min_bytes
 from hf_actswap.planner.search.layer_milp import Solution
@@ -226,19 +227,21 @@ def test_eighty_layers_need_few_variables_and_few_predictions(monkeypatch: pytes
 def test_a_search_leaves_the_output_of_the_process_alone(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    solve, seen = layer_milp.milp, []
+    run, seen = layer_milp.highspy.Highs.run, []
 
-    def talking(*args: object, **kwargs: object) -> object:
+    def talking(solver: object) -> object:
         os.write(1, b"a line of another thread\n")
         seen.append(capfd.readouterr().out)  # at once, not after the solver
-        return solve(*args, **kwargs)
+        return run(solver)
 
-    monkeypatch.setattr(layer_milp, "milp", talking)
+    monkeypatch.setattr(layer_milp.highspy.Highs, "run", talking)
     found_at(llama(layers=2), 0.5)
     assert set(seen) == {"a line of another thread\n"}
+    assert capfd.readouterr().out == ""
 
 
-def test_missing_scipy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_options, "csr_array", None)
-    with pytest.raises(PlanError, match="pip install scipy"):
+@pytest.mark.parametrize("library", ["scipy", "highspy"])
+def test_missing_solvers_are_said(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(PlanError, match=f"found no {library}. pip install scipy highspy"):
         find_plan(llama(layers=2), replace(NOTHING, num_layers=2), Limits(2**30))

@@ -44,8 +44,8 @@ from ..cost.pipeline_step import LONGEST, Pipeline, PipelineStep, SimulatedStage
 from ..cost.simulate import Simulator
 from ..profile import CompileVariant, FrontierPoint, Limits, Prediction, Profile
 from .layer_graph import KEEP, RECOMPUTE, SWAP, Segment, effective_min_bytes, segments_of
-from .layer_milp import Solution, solve
-from .layer_options import Option, as_chosen, need_scipy, options_of
+from .layer_milp import Solution, need_solvers, solve
+from .layer_options import Option, as_chosen, options_of
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 
@@ -177,7 +177,7 @@ def find_plan(
 
     Raises:
         BudgetError: nothing fits; the error names the least budget that would do.
-        PlanError: scipy is missing.
+        PlanError: scipy or highspy is missing.
         ValueError: ``safety`` is below 1.
     """
     search = Search(profile, fixed, limits, safety, without, simulator)
@@ -250,7 +250,7 @@ class Search:
     ) -> None:
         if safety < 1:
             raise ValueError(f"safety is a factor of at least 1, not {safety}")
-        need_scipy()
+        need_solvers()
         link = profile.link if limits.swap_bucket_bytes != 0 and limits.host_bytes != 0 else None
         self._profile, self._fixed, self._limits = profile, fixed, limits
         # by the first options are costed, by all windows are chosen

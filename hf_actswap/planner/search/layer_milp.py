@@ -21,23 +21,35 @@ which variants layers are compiled: each costs the compiler 10 to 30 seconds, so
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...engine.link import Link
+from ...errors import PlanError, Problem
 from ..profile import CompileVariant, Limits
 from .layer_graph import Segment
 from .layer_options import Option
 
 try:
-    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-    from scipy.sparse import csr_array, vstack
-except ImportError:  # `Search` raises
-    milp = None
+    # Not scipy's copy of HiGHS: that of scipy 1.17 (HiGHS 1.12) writes past its memory in some programs.
+    import highspy
+except ImportError:  # `need_solvers` raises
+    highspy = None  # type: ignore[assignment]
+
+
+def need_solvers() -> None:
+    """Raise a `PlanError` that says how to install scipy and highspy, if one of them is missing."""
+    missing = " and ".join(name for name in ("scipy", "highspy") if importlib.util.find_spec(name) is None)
+    if missing:
+        expected = "scipy and highspy, which solve the planner's problems"
+        raise PlanError([Problem("memory.mode", expected, f"no {missing}", "pip install scipy highspy")])
+
 
 MIB = 2.0**20
 GAP, STEP_GAP = 0.01, 0.0005
@@ -152,25 +164,13 @@ class _Program:
 
         The bound is 0 where device memory is minimised and not cost. ``None``: there is no solution.
         """
-        matrix, low, high = self._matrix()
-        equal = low == high
-        # One side of each inequality is infinite.
-        upper = np.isfinite(high) & ~equal
-        lower = np.isfinite(low) & ~equal
-        bounds = self._bounds()
-        found = linprog(
-            self._costs(),
-            A_ub=vstack([matrix[upper], -matrix[lower]], format="csr"),
-            b_ub=np.concatenate([high[upper], -low[lower]]),
-            A_eq=matrix[equal],
-            b_eq=low[equal],
-            bounds=np.column_stack([bounds.lb, bounds.ub]),
-            method="highs",
-        )
-        if found.status != 0:
+        solved = self._run(integral=0)
+        if solved is None:
             return None
-        bound = 0.0 if self._device_bytes is None else float(self._times() @ found.x)
-        return bound, np.asarray(found.lower.marginals[: self.columns]), found.x[: self.columns]
+        shares, duals = solved
+        bound = 0.0 if self._device_bytes is None else float(self._times() @ shares)
+        # The dual of an option that is chosen in full is negative: more of it would cost less.
+        return bound, np.maximum(duals[: self.columns], 0.0), shares[: self.columns]
 
     def with_columns(self, reduced: np.ndarray) -> _Program:
         """Return the program with only the options of each segment that have the lowest reduced costs."""
@@ -191,24 +191,31 @@ class _Program:
         slack_ms = self._step_gap * compute_ms
         share = slack_ms / (max(bound, 0.0) + slack_ms) if slack_ms > 0 else 0.0
         gap = max(GAP, share) if self._device_bytes is not None else 5 * 1e-3
-        matrix, low, high = self._matrix()
-        integral = (np.arange(self._width) < self.columns).astype(float)
-        # HiGHS may print a line for its developers from C, whatever its options say (scipy 1.17). It is let
-        # through: to silence it here would hold back what other threads of the training print.
-        found = milp(
-            self._costs(),
-            integrality=integral,
-            bounds=self._bounds(),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"mip_rel_gap": gap, "node_limit": self._nodes},
-        )
-        if found.x is None:
+        solved = self._run(integral=self.columns, mip_rel_gap=gap, mip_max_nodes=self._nodes)
+        if solved is None:
             return None
+        values, _ = solved
         picked = []
         for place, variants in enumerate(self._options):
-            shares = found.x[self._starts[place] : self._starts[place + 1]]
+            shares = values[self._starts[place] : self._starts[place + 1]]
             picked.append(variants[int(np.argmax(shares))])
-        return tuple(picked), float(self._times() @ found.x)
+        return tuple(picked), float(self._times() @ values)
+
+    def _run(self, integral: int, **limits: float) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the columns' values and their duals; ``None``: no solution was found.
+
+        The first ``integral`` columns are whole numbers; ``limits`` are options of HiGHS.
+        """
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        for name, limit in limits.items():
+            solver.setOptionValue(name, limit)
+        solver.passModel(self._model(integral))
+        solver.run()
+        if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        solution = solver.getSolution()
+        return np.array(solution.col_value), np.array(solution.col_dual)
 
     def _flow(self, place: int, segment: Segment) -> None:
         """Add rows for the choice of one option, and for the recursions of K, B and N."""
@@ -281,21 +288,29 @@ class _Program:
             self._low.append(low)
             self._high.append(high)
 
-    def _matrix(self) -> tuple[csr_array, np.ndarray, np.ndarray]:
-        ends = np.cumsum([0, *(len(row) for row in self._rows)])
-        columns = np.fromiter((column for row in self._rows for column in row), dtype=np.int32)
-        values = np.fromiter((value for row in self._rows for value in row.values()), dtype=float)
-        matrix = csr_array((values, columns, ends), shape=(len(self._rows), self._width))
-        return matrix, np.array(self._low), np.array(self._high)
+    def _model(self, integral: int) -> Any:
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = self._width, len(self._rows)
+        model.col_cost_ = self._costs()
+        model.col_lower_, model.col_upper_ = self._bounds()
+        model.row_lower_, model.row_upper_ = np.array(self._low), np.array(self._high)
+        rows = model.a_matrix_
+        rows.format_ = highspy.MatrixFormat.kRowwise
+        rows.start_ = np.cumsum([0, *(len(row) for row in self._rows)]).astype(np.int32)
+        rows.index_ = np.fromiter((column for row in self._rows for column in row), dtype=np.int32)
+        rows.value_ = np.fromiter((value for row in self._rows for value in row.values()), dtype=float)
+        whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        model.integrality_ = [*[whole] * integral, *[real] * (self._width - integral)]
+        return model
 
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
         low, high = np.zeros(self._width), np.full(self._width, np.inf)
         high[: self.columns] = 1.0
         for first in (self._kept, self._backlog, self._lead):
             high[first] = 0.0  # nothing is kept or copied before the first segment
         if self._device_bytes is not None:
             high[self._device] = self._device_bytes / MIB
-        return Bounds(low, high)
+        return low, high
 
     def _costs(self) -> np.ndarray:
         costs = self._times()

@@ -27,7 +27,6 @@ from math import prod
 import numpy as np
 
 from ...engine.link import Link
-from ...errors import PlanError, Problem
 from ..profile import FrontierPoint
 from .layer_graph import KEEP, RECOMPUTE, SWAP, GraphStorage, LayerGraph, Segment
 
@@ -262,20 +261,13 @@ def _peak(storages: Sequence[GraphStorage], ends: Sequence[int], bases: Sequence
 try:
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-except ImportError:  # `need_scipy` raises: only planning needs scipy
+except ImportError:  # `layer_milp.need_solvers` raises: only planning needs scipy
     csr_array = None
 
 _SCALE = 2**30
 _DEPTH = 7
 _FREE_MS = 1e-6
 """Added to the time of each call, so that calls which take no time do not run again needlessly."""
-
-
-def need_scipy() -> None:
-    """Raise a `PlanError` that says how to install scipy, the planner's solver, if it is missing."""
-    if csr_array is None:
-        expected = "scipy, which solves the planner's problems"
-        raise PlanError([Problem("memory.mode", expected, "no scipy", "pip install scipy")])
 
 
 def best_runs(graph: LayerGraph) -> list[frozenset[int]]:

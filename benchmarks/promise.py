@@ -249,8 +249,14 @@ def train(file: str) -> None:
 
     given = json.loads(Path(file).read_text(encoding="utf-8"))
     row, how, folder = Row(**given["row"]), given["how"], Path(given["folder"])
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if model.get_memory_footprint() < torch.cuda.mem_get_info()[0]:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    else:  # where a model is loaded; empty, as a rehearsal computes nothing of that size
+        model.to_empty(device="cpu").tie_weights()
     if row.method == "lora":
         from peft import LoraConfig, get_peft_model
 

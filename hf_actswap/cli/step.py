@@ -14,7 +14,7 @@ from torch import nn
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
 from ..config.sizes import device_kind
-from ..engine.frozen_weights import sizes_on_host
+from ..engine.frozen_weights import problems_of_weights, sizes_on_host
 from ..engine.install import put_tiles, tile_parts
 from ..errors import PlanError, Problem
 from ..parallel import enclosing_replicas
@@ -303,7 +303,7 @@ def weights_on_host(found: AnalysedModel, step: StepShape) -> Mapping[Scope, int
     """Return the bytes of each layer's frozen weights that wait on the host; empty: all weights stay.
 
     Raises:
-        PlanError: no weight of a layer is frozen, or they are quantised or sharded.
+        PlanError: no weight of a layer is frozen, or something else owns them.
     """
     if step.weights == "keep":
         return {}
@@ -311,6 +311,8 @@ def weights_on_host(found: AnalysedModel, step: StepShape) -> Mapping[Scope, int
     if asked := [name for name, value in beside.items() if value is not None]:
         hint = "Leave one out."
         raise PlanError([Problem("memory.weights", f"keep beside {name}", "host", hint) for name in asked])
+    if problems := problems_of_weights(found.model, found.shape, on_paper=True):
+        raise PlanError(problems)
     return sizes_on_host(found.model, found.shape)
 
 

@@ -769,15 +769,18 @@ class _Stays:
                 place[name] = tensor
 
 
-def problems_of_weights(root: nn.Module, structure: ModelStructure) -> list[Problem]:
-    """Return why the frozen weights of a model's layers cannot wait on the host: who else owns them."""
+def problems_of_weights(root: nn.Module, structure: ModelStructure, on_paper: bool = False) -> list[Problem]:
+    """Return why the frozen weights of a model's layers cannot wait on the host: who else owns them.
+
+    ``on_paper``: nothing is moved, so that weights may be on ``meta``.
+    """
     found: dict[str, str] = {}
     modules = structure.layer_modules(root)
     if structure.compiled or any(layer.compiled for layer in structure.all_layers):
         found["torch.compile"] = "Compile no layer: its code is generated for weights that stay in place."
     for layer in modules.values():
         for module in layer.modules():
-            for name, hint in _others(module):
+            for name, hint in _others(module, on_paper):
                 found.setdefault(name, hint)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in root.modules()):
         found["FSDP"] = _SHARDED
@@ -792,7 +795,7 @@ def problems_of_weights(root: nn.Module, structure: ModelStructure) -> list[Prob
 _SHARDED = "It owns the weights, and moves them itself: leave weights: host out, or do not shard."
 
 
-def _others(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _others(module: nn.Module, on_paper: bool) -> Iterator[tuple[str, str]]:
     """Yield what else owns or replaces the weights of a module, each with what to do."""
     if hasattr(type(module), FSDP2_METHOD):
         yield "FSDP2 (fully_shard)", _SHARDED
@@ -808,7 +811,7 @@ def _others(module: nn.Module) -> Iterator[tuple[str, str]]:
         elif type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
             kind = type(tensor).__name__
             yield f"weights of class {kind} ({name})", "Load the base model unquantised and undivided."
-        elif tensor.is_meta:
+        elif tensor.is_meta and not on_paper:
             yield f"weights on meta ({name})", "Load the weights to the CPU first."
 
 

@@ -127,8 +127,13 @@ def test_no_search_where_no_plan_could_be_faster() -> None:
 
     kept = whole_step(profile, one, 8)
     assert with_states_on_host(profile, 8, None, kept, search) is None
+    slower = replace(kept, ms=1.02 * kept.ms)
     with pytest.raises(AssertionError, match="searched"):
-        with_states_on_host(profile, 8, None, replace(kept, ms=1.02 * kept.ms), search)
+        with_states_on_host(profile, 8, None, slower, search)
+    few = replace(profile, optimizer_state_bytes=one.peak_bytes // 101)
+    assert with_states_on_host(few, 8, None, slower, search) is None
+    with pytest.raises(AssertionError, match="searched"):
+        with_states_on_host(few, 8, None, None, search)
 
 
 def test_the_recorded_step_without_its_states() -> None:

@@ -197,7 +197,8 @@ class ModelStructure:
     def without_op(self, plan: MemoryPlan) -> dict[str, list[Scope]]:
         """Return the op paths of ``plan`` that name nothing in a layer, each with these layers.
 
-        Layers whose functions are not known, and compiled ones, are left out.
+        Layers whose functions are not known, and compiled ones, are left out, and so is what runs inside
+        routed experts, which are recorded as one call by their module's path.
         """
         found: dict[str, list[Scope]] = {}
         if not self.functions_known or self.compiled:
@@ -207,8 +208,14 @@ class ModelStructure:
             for layer in self.all_layers
             if not layer.compiled
         }
+        closed = {
+            layer.index: layer.module_paths & {call.key[0] for call in layer.calls}
+            for layer in self.all_layers
+        }
         for row in plan.rows:
             if row.op_path in ("", OUTPUT) or row.scope not in names:
+                continue
+            if any(is_below(row.op_path, path) for path in closed[row.scope]):
                 continue
             scopes = found.get(row.op_path, [])
             if row.scope not in scopes and not any(is_below(name, row.op_path) for name in names[row.scope]):

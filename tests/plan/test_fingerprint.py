@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,20 @@ def test_rows_that_name_nothing_in_the_model_are_a_warning(caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING, logger="hf_actswap"):
             hf_actswap.apply(model, MemoryPlan(rows, 2, "llama")).remove()
         assert [record.getMessage() for record in caplog.records] == [said] * bool(said)
+
+
+def test_rows_inside_routed_experts_are_not_missed(
+    tiny_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's structure has them as one call, since fake tensors do not know which expert gets what."""
+    rows = tuple(
+        PlanRow(0, f"mlp.{path}", "swap", windows=Windows(4, 12))
+        for path in ("experts._grouped_mm", "experts.act_fn.silu", "gate.grouped")
+    )
+    with caplog.at_level(logging.WARNING, logger="hf_actswap"):
+        hf_actswap.apply(tiny_model("qwen3_moe"), MemoryPlan(rows, 2, "qwen3_moe")).remove()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert (
+        said
+        == "The plan names what the model does not have: mlp.gate.grouped (layers 0). These rows do nothing."
+    )

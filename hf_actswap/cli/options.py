@@ -26,7 +26,7 @@ PaperOptimizerName = Literal[
     "none",
 ]
 """Names of transformers' ``optim`` where it has one; ``adamw`` is its default, ``adamw_torch_fused``."""
-QuantizeName = Literal["4bit", "8bit"]
+QuantizeName = Literal["4bit", "4bit-single", "8bit"]
 _Value = TypeVar("_Value")
 
 

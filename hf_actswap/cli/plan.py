@@ -80,7 +80,11 @@ Adapters = Annotated[
     ),
 ]
 Quantize = Annotated[
-    QuantizeName | None, typer.Option(help="How the base's linear layers are stored with --lora (QLoRA).")
+    QuantizeName | None,
+    typer.Option(
+        help="How the base's linear layers are stored with --lora (QLoRA). 4bit: NF4, double quantised "
+        "(bnb_4bit_use_double_quant); 4bit-single: NF4 as load_in_4bit alone makes it; 8bit: LLM.int8()."
+    ),
 ]
 PrepareKbit = Annotated[
     bool,

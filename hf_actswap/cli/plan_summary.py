@@ -209,6 +209,7 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     if subject.quantize is not None:
         bits = {
             "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
+            "4bit-single": "NF4 with an fp32 constant for each 64, 4.5 bits a weight (QLoRA, section 3)",
             "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
         }[subject.quantize]
         prepare = "prepare_model_for_kbit_training"

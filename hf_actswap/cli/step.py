@@ -367,10 +367,15 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
 
 
 def _nf4_bytes(weight: torch.Tensor) -> int:
-    """Return a weight's bytes in NF4, double quantised (Dettmers et al., QLoRA, 2305.14314, section 3).
+    """Return a weight's bytes in NF4 (Dettmers et al., QLoRA, 2305.14314, section 3).
 
-    An element has four bits, a block of 64 an 8-bit constant, and 256 of these constants an fp32 constant.
+    An element has four bits, a block of 64 an fp32 constant.
     """
+    return -(-weight.numel() // 2) + 4 * -(-weight.numel() // 64)
+
+
+def _double_quantised_nf4_bytes(weight: torch.Tensor) -> int:
+    """Return a weight's bytes in NF4 whose constants have 8 bits, and 256 of these an fp32 constant."""
     blocks = -(-weight.numel() // 64)
     return -(-weight.numel() // 2) + blocks + 4 * -(-blocks // 256)
 
@@ -380,7 +385,11 @@ def _int8_bytes(weight: torch.Tensor) -> int:
     return weight.numel() + 4 * weight.shape[0]
 
 
-_QUANTIZED: dict[QuantizeName, Callable[[torch.Tensor], int]] = {"4bit": _nf4_bytes, "8bit": _int8_bytes}
+_QUANTIZED: dict[QuantizeName, Callable[[torch.Tensor], int]] = {
+    "4bit": _double_quantised_nf4_bytes,
+    "4bit-single": _nf4_bytes,
+    "8bit": _int8_bytes,
+}
 
 
 def not_run(expected: str, error: Exception) -> ModelError:

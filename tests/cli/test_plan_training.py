@@ -173,14 +173,18 @@ def test_no_warning_of_a_deprecation_inside_of_peft(
 
 
 def test_a_quantised_base(at_peak: Any) -> None:
-    """Linear layers of n weights: NF4 n / 2 + n / 64 + 4 for each 256 x 64; int8 n + 4 a row."""
+    """Linear layers of n weights: NF4 n / 2 + n / 64 + 4 for each 256 x 64; int8 n + 4 a row.
+
+    NF4 quantised once: n / 2 + 4 for each 64.
+    """
     pytest.importorskip("peft")
     adapters = 4 * 4 * 8 * (64 + 48)
     sizes = [(32, 32), (32, 32), (16, 32), (16, 32), (48, 32), (48, 32), (32, 48)]
     four = sum(r * c // 2 + r * c // 64 + 4 * -(-r * c // (64 * 256)) for r, c in sizes)
     eight = sum(r * c + 4 * r for r, c in sizes)
     plain, _ = at_peak("--lora", "r=8")
-    for name, linears in (("4bit", four), ("8bit", eight)):
+    single = sum(r * c // 2 + 4 * (r * c // 64) for r, c in sizes)
+    for name, linears in (("4bit", four), ("4bit-single", single), ("8bit", eight)):
         parts, found = at_peak("--lora", "r=8", "--quantize", name)
         rest = 2 * (OUTSIDE + 4 * (LAYER - LINEARS)) + BUFFERS + adapters
         assert parts["weights_bytes"] == rest + 4 * linears < plain["weights_bytes"]

@@ -1,0 +1,65 @@
+"""Writes the tables of published.md: predictions beside what others have measured, as recorded.
+
+    python benchmarks/published/compare.py --out benchmarks/results/published_20261128.json
+    python docs/make_published.py
+
+What lies between two markers of the page is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "published.md"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.published.compare import Compared, read_rows, summary, tables  # noqa: E402 - not installed
+
+RESULTS = ROOT / "benchmarks" / "results" / "published_20261128.json"
+_BLOCK = re.compile(r"(<!-- by docs/make_published.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SUMMARY = re.compile(r"(\w+): (\d+) rows, median ([\d.]+%), worst ([\d.]+%)")
+_MEASURES = {"memory": "peak memory", "time": "time of a step"}
+
+
+def recorded() -> list[Compared]:
+    """Return the recorded comparisons, with the rows as they are now."""
+    rows = {row.id: row for row in read_rows()}
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return [
+        Compared(rows[one["row"]["id"]], one["measured"], one["predicted"], one["problem"]) for one in found
+    ]
+
+
+def blocks(found: list[Compared]) -> Mapping[str, str]:
+    """Return the text of each block: how far off all are, rows that count, and rows that do not."""
+    counted = [one for one in found if not one.row.other and not one.problem]
+    others = [one for one in found if one not in counted]
+    _, _, *described = tables(counted)  # without the heading, which is the page's
+    return {
+        "summary": "\n".join(_summary(found)),
+        "described": "\n".join(described),
+        "others": "\n".join(tables(others)),
+    }
+
+
+def page(text: str, found: list[Compared]) -> str:
+    """Return the page with its blocks written anew."""
+    new = blocks(found)
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{new[match[2]].strip()}\n\n{match[3]}", text)
+
+
+def _summary(found: list[Compared]) -> Iterator[str]:
+    yield "| | rows that the options describe | median error | worst |"
+    yield "|---|---:|---:|---:|"
+    for line in summary(found):
+        measure, *numbers = _SUMMARY.match(line).groups()  # type: ignore[union-attr]
+        yield f"| {' | '.join((_MEASURES[measure], *numbers))} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), recorded()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Predicts what the first table and the first picture of README.md show.
+"""Predicts what the first table and the pictures of README.md show.
 
     python docs/make_why.py        # a minute; needs matplotlib
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -25,12 +27,13 @@ from transformers import LlamaForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "why.svg"
+OVER_A_STEP = ROOT / "docs" / "pictures" / "memory.svg"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.workloads import PRESETS, Workload, llama_config  # noqa: E402 - neither need be installed
 from hf_actswap import load_config, model_structure, resolve_plan  # noqa: E402
 from hf_actswap.plan import MemoryPlan  # noqa: E402
-from hf_actswap.planner import Limits, Profile  # noqa: E402
+from hf_actswap.planner import Limits, Prediction, Profile  # noqa: E402
 from hf_actswap.planner.cost.simulate import predict  # noqa: E402
 from hf_actswap.planner.record.devices import device_rates  # noqa: E402
 from hf_actswap.planner.record.shapes import profile_from_shapes  # noqa: E402
@@ -114,6 +117,17 @@ class Paper:
         everything = load_config({"recompute_config": {"recompute": True}})
         self.checkpointing = self._predicted(resolve_plan(everything, self._structure))
 
+    def over_a_step(self) -> dict[str, Prediction]:
+        """Return the steps of the picture of memory over time, each by its name."""
+        everything = resolve_plan(load_config({"recompute_config": {"recompute": True}}), self._structure)
+        limits = Limits(self.checkpointing.peak_bytes)
+        plans = {
+            "plain training": self._empty,
+            "gradient checkpointing": everything,
+            "hf_actswap": find_plan(self._profile, self._empty, limits).plan,
+        }
+        return {name: predict(self._profile, plan) for name, plan in plans.items()}
+
     @property
     def kept_bytes(self) -> int:
         """Activations that are kept for backward without a plan."""
@@ -152,44 +166,62 @@ def table(papers: Sequence[Paper]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(paper: Paper) -> None:
-    """Draw time against memory."""
+@contextmanager
+def figure_of(paper: Paper, picture: Path, x: str, y: str) -> Iterator[Any]:
+    """Give the axes of a figure about a workload, which is written to ``picture``."""
     from matplotlib import pyplot, rcParams  # here, because matplotlib is an extra
 
     rcParams.update({"svg.hashsalt": "why", "font.size": 10, "svg.fonttype": "none"})
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    yield axes
+    title = f"{paper.workload.model}, {paper.workload.tokens:,} tokens, one H200 (predicted)"
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    figure.savefig(picture, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw_over_a_step(paper: Paper) -> None:
+    """Draw memory over a step: forward, backward, and the step's end."""
+    with figure_of(paper, OVER_A_STEP, "s since the step began", "device memory, GiB") as axes:
+        colours = (THEIRS, TEXT, OURS)
+        for (name, step), colour in zip(paper.over_a_step().items(), colours, strict=True):
+            times = [point.ms / 1e3 for point in step.memory]
+            gib = [point.total_bytes / GIB for point in step.memory]
+            axes.plot([*times, step.step_ms / 1e3], [*gib, gib[-1]], color=colour, label=name)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, loc="lower center", ncols=3)
+
+
+def draw(paper: Paper) -> None:
+    """Draw time against memory."""
     least, most = paper.least_bytes, paper.nothing.peak_bytes
     budgets = [round(least + share * (most - least)) for share in CURVE]
     curve = [*map(paper.planned, (least, paper.checkpointing.peak_bytes, *budgets)), paper.nothing]
     curve.sort(key=lambda point: point.peak_bytes)
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     gib, seconds = [p.peak_bytes / GIB for p in curve], [p.step_ms / 1e3 for p in curve]
-    axes.plot(gib, seconds, "o-", color=OURS)
-    marked = {"gradient checkpointing": paper.checkpointing, "plain training": paper.nothing}
-    for name, point in marked.items():
-        at = point.peak_bytes / GIB, point.step_ms / 1e3
-        axes.plot(*at, "s", color=THEIRS, markersize=8)
-        right = point is paper.checkpointing
-        shift, anchor = ((9, -3), "left") if right else ((0, 9), "center")
-        axes.annotate(name, at, shift, textcoords="offset points", ha=anchor, color=TEXT)
-    middle = gib[len(gib) // 2], seconds[len(gib) // 2]
-    axes.annotate("hf_actswap", middle, (0, 9), textcoords="offset points", ha="center", color=OURS)
-    axes.set(
-        xlabel="peak memory, GiB",
-        ylabel="s per step",
-        title=f"{paper.workload.model}, {paper.workload.tokens:,} tokens, one H200 (predicted)",
-    )
-    axes.margins(0.1, 0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    figure.savefig(PICTURE, metadata={"Date": None})
-    pyplot.close(figure)
+    with figure_of(paper, PICTURE, "peak memory, GiB", "s per step") as axes:
+        axes.plot(gib, seconds, "o-", color=OURS)
+        marked = {"gradient checkpointing": paper.checkpointing, "plain training": paper.nothing}
+        for name, point in marked.items():
+            at = point.peak_bytes / GIB, point.step_ms / 1e3
+            axes.plot(*at, "s", color=THEIRS, markersize=8)
+            right = point is paper.checkpointing
+            shift, anchor = ((9, -3), "left") if right else ((0, 9), "center")
+            axes.annotate(name, at, shift, textcoords="offset points", ha=anchor, color=TEXT)
+        middle = gib[len(gib) // 2], seconds[len(gib) // 2]
+        axes.annotate("hf_actswap", middle, (0, 9), textcoords="offset points", ha="center", color=OURS)
+        axes.margins(0.1, 0.2)
 
 
 def main() -> None:
     papers = [Paper(workload) for workload in WORKLOADS]
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(_TABLE.sub(lambda match: f"{match[1]}{table(papers)}{match[2]}", text), encoding="utf-8")
-    draw(papers[WORKLOADS.index(DRAWN)])
+    drawn = papers[WORKLOADS.index(DRAWN)]
+    draw(drawn)
+    draw_over_a_step(drawn)
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def with_tables(page: str) -> str:
 def _table(name: str) -> str:
     if name in SECTIONS:
         head = ("key", "type", "unit", "default", "meaning", "example")
-        return _markdown(head, [_key_row(name, field) for field in fields(SECTIONS[name])])
+        return _markdown(head, _each_type_once([_key_row(name, field) for field in fields(SECTIONS[name])]))
     if name == "mindspeed":
         return _markdown(("setting", "type", "unit", "sets"), _mindspeed_rows())
     if name == "mindspeed_notes":
@@ -248,6 +248,16 @@ def _key_row(section: str, field: Any) -> tuple[str, ...]:
         meaning += f" [More]({LINKS[key]})"
     shown = _default(field.default, default)
     return f"`{key}`", kind, UNITS.get(key, ""), shown, meaning, f"`{EXAMPLES[section, key]}`"
+
+
+def _each_type_once(rows: list[tuple[str, ...]], longest: int = 60) -> list[tuple[str, ...]]:
+    """Return the rows with the name of the first key of a type in the place of a long type that comes again."""
+    first: dict[str, str] = {}
+    short = []
+    for key, kind, *rest in rows:
+        again = first.setdefault(kind, key)
+        short.append((key, kind if again == key or len(kind) < longest else f"as {again}", *rest))
+    return short
 
 
 def _default(value: Any, said: str) -> str:

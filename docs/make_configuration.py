@@ -251,7 +251,7 @@ def _key_row(section: str, field: Any) -> tuple[str, ...]:
 
 
 def _each_type_once(rows: list[tuple[str, ...]], longest: int = 60) -> list[tuple[str, ...]]:
-    """Return the rows with the name of the first key of a type in the place of a long type that comes again."""
+    """Return the rows, with the first key of a type in the place of a long type that comes again."""
     first: dict[str, str] = {}
     short = []
     for key, kind, *rest in rows:

@@ -200,7 +200,8 @@ def document_with(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def expected(section: str, key: str, *, swap: bool = False) -> str:
     """Return what the loader would have accepted for a key, from the error that it raises; empty if all."""
-    document = document_with(section, {key: object()})
+    refused: Any = True if key.endswith("_exclude") else object()  # which has no default ops
+    document = document_with(section, {key: refused})
     if swap:
         document = {"swap_config": {"swap": True}, **document}
     try:
@@ -243,7 +244,7 @@ def _key_row(section: str, field: Any) -> tuple[str, ...]:
     if section == "recompute_config":
         swapped = expected(section, key, swap=True).replace(" (swap is on)", "")
     if swapped != kind and swapped:
-        kind += f". With swap: {swapped}"
+        kind += f". With swap on: {swapped}"
     if key in LINKS:
         meaning += f" [More]({LINKS[key]})"
     shown = _default(field.default, default)

@@ -200,7 +200,8 @@ def document_with(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def expected(section: str, key: str, *, swap: bool = False) -> str:
     """Return what the loader would have accepted for a key, from the error that it raises; empty if all."""
-    document = document_with(section, {key: object()})
+    refused: Any = True if key.endswith("_exclude") else object()  # which has no default ops
+    document = document_with(section, {key: refused})
     if swap:
         document = {"swap_config": {"swap": True}, **document}
     try:
@@ -219,7 +220,7 @@ def with_tables(page: str) -> str:
 def _table(name: str) -> str:
     if name in SECTIONS:
         head = ("key", "type", "unit", "default", "meaning", "example")
-        return _markdown(head, [_key_row(name, field) for field in fields(SECTIONS[name])])
+        return _markdown(head, _each_type_once([_key_row(name, field) for field in fields(SECTIONS[name])]))
     if name == "mindspeed":
         return _markdown(("setting", "type", "unit", "sets"), _mindspeed_rows())
     if name == "mindspeed_notes":
@@ -243,11 +244,21 @@ def _key_row(section: str, field: Any) -> tuple[str, ...]:
     if section == "recompute_config":
         swapped = expected(section, key, swap=True).replace(" (swap is on)", "")
     if swapped != kind and swapped:
-        kind += f". With swap: {swapped}"
+        kind += f". With swap on: {swapped}"
     if key in LINKS:
         meaning += f" [More]({LINKS[key]})"
     shown = _default(field.default, default)
     return f"`{key}`", kind, UNITS.get(key, ""), shown, meaning, f"`{EXAMPLES[section, key]}`"
+
+
+def _each_type_once(rows: list[tuple[str, ...]], longest: int = 60) -> list[tuple[str, ...]]:
+    """Return the rows, with the first key of a type in the place of a long type that comes again."""
+    first: dict[str, str] = {}
+    short = []
+    for key, kind, *rest in rows:
+        again = first.setdefault(kind, key)
+        short.append((key, kind if again == key or len(kind) < longest else f"as {again}", *rest))
+    return short
 
 
 def _default(value: Any, said: str) -> str:

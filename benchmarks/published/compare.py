@@ -160,15 +160,15 @@ def line(one: Compared) -> str:
 
 
 def tables(found: Sequence[Compared]) -> Iterator[str]:
-    """Yield the lines of all tables: what the options describe wholly, and the rest by what was otherwise."""
+    """Yield the lines of both tables: what the options describe wholly; the rest, by what was otherwise."""
     groups: dict[str, list[Compared]] = {"": []}
     for one in found:
         why = one.problem or "; ".join(dict.fromkeys(one.row.other.values()))
         groups.setdefault(why, []).append(one)
+    yield from ("**Described wholly**", "", *_HEAD, *map(line, groups.pop("")))
+    yield from ("", "**The rest**", "", *_HEAD)
     for why, members in groups.items():
-        if members:
-            yield from ("", f"**{why[0].upper()}{why[1:]}**" if why else "**Described wholly**", "", *_HEAD)
-            yield from map(line, members)
+        yield from (f"| **{why[0].upper()}{why[1:]}** | | | | |", *map(line, members))
 
 
 def summary(found: Sequence[Compared]) -> Iterator[str]:

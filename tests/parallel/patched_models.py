@@ -158,7 +158,7 @@ _INPUTS_AROUND_TEXT = [
 NOT_TESTED = {
     **dict.fromkeys(_INPUTS, "it needs images or sound"),
     **dict.fromkeys(
-        _INPUTS_AROUND_TEXT, "it needs images or sound; its language model (`..._text`) is in the table"
+        _INPUTS_AROUND_TEXT, "it needs images or sound; its language model (`..._text`) is tested"
     ),
     "gemma3": "it needs images; `tests/parallel/test_patch_ways.py` divides one between 2 ranks",
     "llama4": "it needs images; rejected at tp 2: pass its `language_model`, which is `llama4_text`",

@@ -37,20 +37,15 @@ def recorded() -> list[Compared]:
 
 def blocks(found: list[Compared]) -> Mapping[str, str]:
     """Return the text of each block: how far off all are, rows that count, and rows that do not."""
-    counted = [one for one in found if not one.row.other and not one.problem]
-    others = [one for one in found if one not in counted]
-    _, _, *described = tables(counted)  # without the heading, which is the page's
-    return {
-        "summary": "\n".join(_summary(found)),
-        "described": "\n".join(described),
-        "others": "\n".join(tables(others)),
-    }
+    described, rest = tables(found)
+    texts = {"summary": _summary(found), "described": described, "rest": rest}
+    return {name: "\n".join(lines) for name, lines in texts.items()}
 
 
 def page(text: str, found: list[Compared]) -> str:
     """Return the page with its blocks written anew."""
     new = blocks(found)
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{new[match[2]].strip()}\n\n{match[3]}", text)
+    return _BLOCK.sub(lambda match: f"{match[1]}{new[match[2]]}\n{match[3]}", text)
 
 
 def _summary(found: list[Compared]) -> Iterator[str]:

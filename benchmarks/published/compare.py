@@ -159,16 +159,17 @@ def line(one: Compared) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def tables(found: Sequence[Compared]) -> Iterator[str]:
-    """Yield the lines of both tables: what the options describe wholly; the rest, by what was otherwise."""
+def tables(found: Sequence[Compared]) -> tuple[list[str], list[str]]:
+    """Return the lines of two tables: what the options describe wholly; the rest, by what was otherwise."""
     groups: dict[str, list[Compared]] = {"": []}
     for one in found:
         why = one.problem or "; ".join(dict.fromkeys(one.row.other.values()))
         groups.setdefault(why, []).append(one)
-    yield from ("**Described wholly**", "", *_HEAD, *map(line, groups.pop("")))
-    yield from ("", "**The rest**", "", *_HEAD)
+    described = [*_HEAD, *map(line, groups.pop(""))]
+    rest = [*_HEAD]
     for why, members in groups.items():
-        yield from (f"| **{why[0].upper()}{why[1:]}** | | | | |", *map(line, members))
+        rest += [f"| **{why[0].upper()}{why[1:]}** | | | | |", *map(line, members)]
+    return described, rest
 
 
 def summary(found: Sequence[Compared]) -> Iterator[str]:
@@ -193,7 +194,8 @@ def main() -> None:
     rows = [row for row in read_rows() if not given.only or any(part in row.id for part in given.only)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = list(pool.map(compared, rows))
-    print("\n".join((*tables(found), "", *summary(found))))
+    described, rest = tables(found)
+    print("\n".join((*described, "", *rest, "", *summary(found))))
     if given.out:
         given.out.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks.published.compare import FOLDER, Compared, Row, compared, line, read_rows, summary
+from benchmarks.published.compare import FOLDER, Compared, Row, compared, read_rows, summary
+from tests.docs.pages import script
 
-RESULTS = FOLDER.parent / "results" / "published_20261128.json"
-PAGE = FOLDER.parents[1] / "docs" / "published.md"
-
-
-def recorded() -> list[Compared]:
-    rows = {row.id: row for row in read_rows()}
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return [Compared(rows[one["row"]["id"]], one["measured"], one["predicted"]) for one in found]
+MAKE = script("make_published")
 
 
 def row_of(name: str) -> Row:
@@ -36,12 +30,11 @@ def test_every_row_says_where_it_stands() -> None:
 
 
 def test_the_page_shows_what_is_recorded() -> None:
-    page, found = PAGE.read_text(encoding="utf-8").splitlines(), recorded()
+    text, found = MAKE.PAGE.read_text(encoding="utf-8"), MAKE.recorded()
     assert {one.row.id for one in found} == {row.id for row in read_rows()}
-    assert [shown for shown in map(line, found) if shown not in page] == []
-    for text, start in zip(summary(found), ("| peak memory |", "| time of a step |"), strict=True):
-        cells = next(shown for shown in page if shown.startswith(start)).split("|")[2:5]
-        assert all(cell.strip() in text for cell in cells)
+    assert MAKE.page(text, found) == text, "run: python docs/make_published.py"
+    changed = [replace(found[0], predicted={"memory": 1.0}), *found[1:]]
+    assert MAKE.page(text, changed) != text
 
 
 def test_a_mean_of_ratios_leaves_out_what_is_not_compared() -> None:
@@ -64,7 +57,7 @@ def test_a_mean_of_ratios_leaves_out_what_is_not_compared() -> None:
 )
 def test_predictions_are_those_of_the_page(name: str) -> None:
     pytest.importorskip("peft")
-    expected = next(one for one in recorded() if one.row.id == name)
+    expected = next(one for one in MAKE.recorded() if one.row.id == name)
     found = compared(expected.row)
     assert found.problem == ""
     assert found.predicted == pytest.approx(expected.predicted, rel=1e-3)

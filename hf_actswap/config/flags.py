@@ -238,7 +238,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             _swap(r"feed_forward\.w1\.activation"),
             value="moe_act",
         ),
-        Counterpart("memory_fragmentation", "PYTORCH_ALLOC_CONF=expandable_segments:True does this"),
+        Counterpart("memory_fragmentation", "expandable segments of the allocator do this; a plan switches them on"),
         Counterpart("reuse_fp32_param", "an optimizer of MindSpeed; `optimizer_in_backward` saves gradients"),
         Counterpart(
             "tensor_model_parallel_size",
@@ -283,7 +283,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
         ),
         Counterpart(
             "activation_checkpointing.contiguous_memory_optimization",
-            "PYTORCH_ALLOC_CONF=expandable_segments:True does this",
+            "expandable segments of the allocator do this; a plan switches them on",
         ),
         Counterpart(
             "activation_checkpointing.number_checkpoints",

@@ -238,7 +238,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             _swap(r"feed_forward\.w1\.activation"),
             value="moe_act",
         ),
-        Counterpart("memory_fragmentation", "expandable segments of the allocator do this; a plan switches them on"),
+        Counterpart("memory_fragmentation", "a plan switches on expandable segments, which do this"),
         Counterpart("reuse_fp32_param", "an optimizer of MindSpeed; `optimizer_in_backward` saves gradients"),
         Counterpart(
             "tensor_model_parallel_size",
@@ -283,7 +283,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
         ),
         Counterpart(
             "activation_checkpointing.contiguous_memory_optimization",
-            "expandable segments of the allocator do this; a plan switches them on",
+            "a plan switches on expandable segments, which do this",
         ),
         Counterpart(
             "activation_checkpointing.number_checkpoints",

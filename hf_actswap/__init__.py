@@ -8,6 +8,7 @@ import and ``hf-actswap --help`` does not need them. ``from hf_actswap import ap
 
 from __future__ import annotations
 
+import random
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -96,13 +97,18 @@ _PACKAGES = ("config", "engine", "errors", "integrations", "parallel", "plan", "
 if not TYPE_CHECKING:  # a type checker that saw this function would accept any name as an attribute
 
     def __getattr__(name: str) -> Any:
-        """Import a public name, or one of `_PACKAGES`, and store it as an attribute of this package."""
-        if name in _MODULES:
-            value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-        elif name in _PACKAGES:
-            value = import_module(f".{name}", __name__)
-        else:
+        """Import a public name, or one of `_PACKAGES`, and store it as an attribute of this package.
+
+        Libraries behind it (rich) draw from Python's generator, which goes on as if nothing had been drawn.
+        """
+        if name not in _MODULES and name not in _PACKAGES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        before = random.getstate()
+        try:
+            module = import_module(f".{_MODULES.get(name, name)}", __name__)
+        finally:
+            random.setstate(before)
+        value = getattr(module, name) if name in _MODULES else module
         globals()[name] = value
         return value
 

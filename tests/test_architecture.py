@@ -291,11 +291,11 @@ def test_no_print_and_no_global_statement() -> None:
 
 
 IMPORT_PROBE = """
-import json, logging, os, sys, threading, warnings
+import json, logging, os, random, sys, threading, warnings
 import torch, torch.distributed, torch.utils.checkpoint
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-import accelerate, huggingface_hub, rich.console, rich.table, transformers, yaml
+import accelerate, huggingface_hub, transformers, yaml
 from transformers import TrainerCallback, TrainingArguments
 
 def state():
@@ -304,6 +304,7 @@ def state():
         "function modes": repr(_get_current_function_mode_stack()),
         "dispatch modes": repr(_get_current_dispatch_mode_stack()),
         "rng": torch.get_rng_state().tolist(),
+        "rng of Python": hash(random.getstate()),
         "torch threads": torch.get_num_threads(),
         "default dtype": str(torch.get_default_dtype()),
         "process group": torch.distributed.is_initialized(),

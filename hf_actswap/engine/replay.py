@@ -4,16 +4,18 @@ Beside autocast and random numbers, a program may change between a forward and i
 
 * **Weights** (an optimizer step too early). Autograd raises an error when it meets a saved tensor that was
   written in place. A module that runs again has saved none, so versions are compared here.
-* **Hooks.** PEFT puts hooks on layers for one forward, by which they know their task or their adapter.
+* **Hooks.** PEFT puts hooks on layers for one forward, by which they know their task or their adapter;
+  others steer activations.
 * **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
   it was (prefix tuning; a call with ``use_cache``).
-* **Settings of the process** by which PyTorch chooses kernels (`sdpa_kernel`, deterministic algorithms), and
-  context variables, which a ``with`` around the forward alone has set.
+* **Settings of the process** by which PyTorch chooses kernels (`sdpa_kernel`, deterministic algorithms),
+  function modes (``with torch.device(...)``) and context variables, which a ``with`` around the forward alone
+  has set.
 * **Attributes of modules**, and the modules in them: the active adapter, its scaling, ``training``, which
   parameters are trained. And what a forward counts or collects in them must not be counted twice.
 * **Buffers.** A forward may write them (running statistics): run again, it must read the old values, and what
   it writes then is dropped.
-* **Random numbers** of generators of one's own, of NumPy and of Python.
+* **Random numbers** of NumPy and of Python, and of generators that a module holds or that its functions get.
 
 All of these are restored for the time of the run, so that it is exact; what is written since and cannot be
 restored (weights) is an error.
@@ -28,11 +30,10 @@ one past it.
 from __future__ import annotations
 
 import operator
-import random as python_random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -41,12 +42,13 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
 from ..plan.dry_run import put_back
+from ..plan.generators import GeneratorState, default_states, held_generators, state_of
 from ..plan.opnames import function_name
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
@@ -102,16 +104,40 @@ def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
 
 
 _CPU = torch.device("cpu")
+_PACKAGE = __name__.partition(".")[0]
 
 _Writable = tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]
 """Where a tensor is that a call may write in place: place and name; the tensor, its version, and a copy."""
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 RandomState = dict[torch.device, torch.Tensor]
 """State of the default generators, by device."""
 
 
+def _matmul_precision() -> str | None:
+    """Return the precision for all devices; ``None`` if the settings of single ones say otherwise."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _precision(backend: str, ops: str) -> _Setting:
+    """Return how to read and to set in which precision a backend computes in fp32."""
+    return (
+        partial(torch._C._get_fp32_precision_getter, backend, ops),
+        partial(torch._C._set_fp32_precision_setter, backend, ops),
+    )
+
+
 _MATRIX = torch.backends.cuda
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+_SETTINGS: tuple[_Setting, ...] = (
     (_MATRIX.flash_sdp_enabled, _MATRIX.enable_flash_sdp),
     (_MATRIX.mem_efficient_sdp_enabled, _MATRIX.enable_mem_efficient_sdp),
     (_MATRIX.math_sdp_enabled, _MATRIX.enable_math_sdp),
@@ -121,9 +147,26 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_matmul_precision, _set_matmul_precision),
+    *(_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
+    *(_precision(backend, ops) for backend in ("cuda", "mkldnn") for ops in ("matmul", "conv", "rnn")),
 )
-"""Settings of the process by which PyTorch chooses kernels or types: how to read and to set each."""
+"""Settings of the process by which PyTorch chooses kernels or types: how to read and to set each.
+
+The precision of all devices comes before those of single ones, which it sets too.
+"""
+
+
+def _put_settings(values: Sequence[Any]) -> None:
+    for (read, put), value in zip(_SETTINGS, values, strict=True):
+        if read() != value:
+            put(value)
+
+
+def _modes_of_the_program() -> list[TorchFunctionMode]:
+    """Return the function modes that are on, as ``with torch.device(...)`` is, but those of this package."""
+    stack: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return [mode for mode in stack if type(mode).__module__.partition(".")[0] != _PACKAGE]
 
 
 class CallState:
@@ -141,6 +184,7 @@ class CallState:
             for kind in sorted({"cpu", device.type})
         )
         self._settings = [read() for read, _ in _SETTINGS]
+        self._modes = _modes_of_the_program()
         self._context = copy_context()
         self._device = device
         self._random = random_state(device) if random else None
@@ -162,12 +206,17 @@ class CallState:
 
     @contextmanager
     def settings_restored(self) -> Iterator[None]:
-        """Run under the settings of the process of this state."""
+        """Run under the settings of the process, and the function modes, of this state."""
         with ExitStack() as stack:
-            for (read, put), before in zip(_SETTINGS, self._settings, strict=True):
-                if (now := read()) != before:
-                    stack.callback(put, now)
-                    put(before)
+            now = [read() for read, _ in _SETTINGS]
+            if now != self._settings:
+                stack.callback(_put_settings, now)
+                _put_settings(self._settings)
+            present = _modes_of_the_program() if self._modes else []
+            for mode in self._modes:
+                if not any(mode is one for one in present):
+                    _push_mode(mode)  # its own `__enter__` would begin it anew
+                    stack.callback(_pop_mode)
             yield
 
     @contextmanager
@@ -207,6 +256,10 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward"))
+_HOOKS_OF_ALL = tuple(
+    hooks for name, hooks in vars(every_module).items() if name.startswith("_global_forward")
+)
 _MOST_ITEMS = 256
 """A longer container among the attributes of a module is data, and not what a call sets."""
 
@@ -218,6 +271,7 @@ class ModuleFacts:
 
     Attributes:
         modules: the module, and those inside it.
+        hooks: the dicts of the hooks around their forwards, and of those of all modules.
         places: the dicts in which each of them keeps attributes, weights, buffers and modules.
         written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
             the place, name).
@@ -228,19 +282,24 @@ class ModuleFacts:
         self._module = module
         self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
+        self._modes: set[tuple[bool, ...]] = set()
         self._look()
 
     def _look(self) -> None:
         self.modules = tuple(self._module.modules())
         self._children = [dict(module._modules) for module in self.modules]
-        self._modes: set[tuple[bool, ...]] = set()
+        self.hooks: list[dict[int, Any]] = list(_HOOKS_OF_ALL)
         self.places: list[dict[str, Any]] = []
+        self._sources: list[tuple[dict[str, Any], str]] = []
         self._containers: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
         for module in self.modules:
             own = vars(module)
             self.places += (own, module._parameters, module._buffers, module._modules)
+            self.hooks += [own[name] for name in _HOOKS]
             for name, value in own.items():
+                if any(True for _ in held_generators(value)):
+                    self._sources.append((own, name))
                 if name not in _OF_EVERY_MODULE and isinstance(value, list | dict):
                     self._containers.append((own, name))
                 elif isinstance(value, torch.Tensor):
@@ -249,10 +308,11 @@ class ModuleFacts:
     def begin_call(self) -> bool:
         """Return whether this is the first call with these modules inside, in their modes (`training`)."""
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
+            self._modes.clear()
+        first = tuple([module.training for module in self.modules]) not in self._modes
+        if first:  # since the call before, attributes may have come
             self._look()
-        mode = tuple([module.training for module in self.modules])
-        first = mode not in self._modes
-        self._modes.add(mode)
+            self._modes.add(tuple([module.training for module in self.modules]))
         return first
 
     def containers(self) -> Iterator[Any]:
@@ -261,6 +321,14 @@ class ModuleFacts:
             found = own.get(name)
             if isinstance(found, list | dict) and len(found) <= _MOST_ITEMS:
                 yield found
+
+    def held_generators(self) -> Iterator[Any]:
+        """Yield the generators that functions were given, and those among the attributes."""
+        yield from self.generators.values()
+        for own, name in self._sources:
+            for one in held_generators(own.get(name)):
+                if id(one) not in self.generators:
+                    yield one
 
     def tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield what a call may write in place: buffers, tensors among attributes; with place and name."""
@@ -319,10 +387,10 @@ class CalledModule:
         ]
         self._held = held
         self._trained = [weight.requires_grad for weight in held]
-        self._hooks: list[dict[int, Any]] = []
-        for module in modules:
-            if module._forward_pre_hooks:
-                self._hooks += (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        self._hooks, self._hooks_before = (
+            facts.hooks,
+            [(hooks, hooks.copy()) for hooks in facts.hooks if hooks],
+        )
         caches: list[Any] = []
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -332,13 +400,12 @@ class CalledModule:
             elif is_cache(value):
                 caches += _places_in(value)
         self._versions = [tensor._version for tensor in held]
-        self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._caches_before = [(place, place.copy()) for place in caches]
         self._places, self._items = facts.places, [dict(place.items()) for place in facts.places]
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
-        self._generators = [(one, one.get_state()) for one in facts.generators.values()]
-        self._host: list[tuple[Callable[[Any], None], Any]] | None = _host_random_state()
+        self._generators = [(one, state_of(one)) for one in facts.held_generators()]
+        self._host: list[GeneratorState] | None = default_states()
 
     def noting(self) -> AbstractContextManager[Any]:
         """Return the context in which the call runs: in a module's first one generators are noted."""
@@ -350,7 +417,7 @@ class CalledModule:
         """Note that a function of the call is given a generator, before it draws."""
         if generator is not None and id(generator) not in self._facts.generators:
             self._facts.generators[id(generator)] = generator
-            self._generators.append((generator, generator.get_state()))
+            self._generators.append((generator, state_of(generator)))
 
     def ends(self) -> None:
         """Note that the call has ended in forward: what it has written in place, and what it has drawn.
@@ -370,7 +437,7 @@ class CalledModule:
                 self._held.append(tensor)
                 self._versions.append(version)
         self._tensors = written
-        if self._host is not None and _same_host_random_state(self._host):
+        if self._host is not None and _same_default_states(self._host):
             self._host = None
 
     def _tensors_before(self) -> Iterator[_Writable]:
@@ -387,15 +454,14 @@ class CalledModule:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run with what the call read (see above), and hooks that came later; leave all as it is now.
+        """Run with what the call read (see above); leave all as it is now.
 
         Raises:
             StaleTensorError: within the block, when it reads a weight that was written in place since.
         """
-        changed = self._caches_before
-        if self._hooks != self._hooks_before:
-            pairs = zip(self._hooks, self._hooks_before, strict=True)
-            changed = [*changed, *((hooks, before | hooks) for hooks, before in pairs)]
+        hooks_before = {id(hooks): before for hooks, before in self._hooks_before}
+        pairs = ((hooks, hooks_before.get(id(hooks), {})) for hooks in self._hooks)
+        changed = [*self._caches_before, *(pair for pair in pairs if pair[0] != pair[1])]
         present = [(place, place.copy()) for place, _ in changed]
         written = self._written()
         try:
@@ -433,11 +499,12 @@ class CalledModule:
                 raise StaleTensorError(tensor.shape, version, tensor._version, f"{self.name}: {name}")
             undo.callback(place.__setitem__, name, place[name])
             place[name] = copied.clone()  # a graph that is kept runs it again
-        for generator, before in self._generators:
-            undo.callback(generator.set_state, generator.get_state())
-            generator.set_state(before)
+        for generator, (put, before) in self._generators:
+            _, now = state_of(generator)
+            undo.callback(put, now)
+            put(before)
         if self._host is not None:
-            for put, now in _host_random_state():
+            for put, now in default_states():
                 undo.callback(put, now)
             for put, before in self._host:
                 put(before)
@@ -483,22 +550,10 @@ def _same_items(now: Any, before: Any) -> bool:
     return not isinstance(now, dict) or all(map(operator.is_, now.values(), before.values()))
 
 
-def _host_random_state() -> list[tuple[Callable[[Any], None], Any]]:
-    """Return how to set the state of Python's and NumPy's generators, with their present state."""
-    found: list[tuple[Callable[[Any], None], Any]] = [(python_random.setstate, python_random.getstate())]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found.append((numpy.random.set_state, numpy.random.get_state()))
-    return found
-
-
-def _same_host_random_state(before: Sequence[tuple[Callable[[Any], None], Any]]) -> bool:
-    now = _host_random_state()
-    if len(now) != len(before) or now[0][1] != before[0][1]:
-        return False
-    for (_, one), (_, other) in zip(now[1:], before[1:], strict=True):
-        if one[2] != other[2] or not (one[1] == other[1]).all():
-            return False
-    return True
+def _same_default_states(before: Sequence[GeneratorState]) -> bool:
+    (_, python), (_, one) = before
+    (_, python_now), (_, now) = default_states()
+    return python == python_now and one[2] == now[2] and bool((one[1] == now[1]).all())
 
 
 def _set_to_themselves(modules: Iterable[nn.Module]) -> set[int]:
@@ -530,7 +585,7 @@ class _RejectingReads(TorchFunctionMode):
         self._written, self._name_of = {id(tensor): (tensor, version) for tensor, version in written}, name_of
 
     def __enter__(self) -> _RejectingReads:
-        self._handle = register_module_forward_pre_hook(self._enters)  # for custom functions
+        self._handle = every_module.register_module_forward_pre_hook(self._enters)  # for custom functions
         super().__enter__()
         return self
 

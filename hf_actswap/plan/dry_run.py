@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,16 +24,17 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import uninterrupted
+from .generators import default_states, held_generators, state_of
 from .opnames import EXPERTS_MODULE
 from .wrappers import named_op_modules
 
@@ -56,16 +56,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     So is the state of hooks that are a part of the model: what they have set in modules must agree with it.
     Containers (dicts, lists, sets) stay the same objects. Of tensors and other objects only the references
-    are restored, not what is inside them. Fake tensors draw nothing from PyTorch's generators; a model's code
-    (stochastic depth) may draw from those of Python and NumPy, which are restored too.
+    are restored, not what is inside them. Fake tensors draw nothing from PyTorch's default generators; a
+    model's code (stochastic depth) may draw from those of Python and NumPy, and from its own, which are
+    restored too.
     """
     before = [(place, place.copy()) for place in _places(model)]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    own = (one for _, contents in before for held in _values(contents) for one in held_generators(held))
+    states = [*default_states(), *map(state_of, own)]
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        for put, state in states:
+            put(state)
         for place, contents in before:
             put_back(place, contents)
 
@@ -95,6 +97,10 @@ def _places(model: nn.Module) -> Iterator[Any]:
         if kind is not tuple:
             yield value
         waiting += held
+
+
+def _values(contents: Any) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
 
 
 def _is_configuration(kind: type) -> bool:  # of transformers, which this package does not import
@@ -254,8 +260,19 @@ def fakes_only() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         # Innermost hooks win: those around us (offloading, counting) do not meet fake tensors.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))
+        stack.enter_context(_own_parametrized())
         stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
         yield
+
+
+@contextmanager
+def _own_parametrized() -> Iterator[None]:
+    """Keep apart what `torch.nn.utils.parametrize.cached` holds: a fake weight is none for the real call."""
+    held, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = held
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from hf_actswap import apply
 from hf_actswap.engine.tickets import StaleTensorError
@@ -32,7 +33,9 @@ class Around(nn.Module):
         self.inner = inner
         self.calls, self.seen, self.factor, self.kind = 0, [], 1.0, ""
         self.function, self.weight, self.total = torch.tanh, torch.ones(width), torch.zeros(())
-        self.part = nn.Tanh()
+        self.part, self.steered = nn.Tanh(), nn.Identity()
+        self.sources = (np.random.default_rng(0), random.Random(0))
+        self.own = torch.Generator().manual_seed(0)
         self.norm = nn.BatchNorm1d(width)
         self.register_buffer("mean", torch.zeros(()))
 
@@ -96,6 +99,29 @@ class Around(nn.Module):
     def _random(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * random.random()
 
+    def _own_of_numpy(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * float(self.sources[0].random())
+
+    def _own_of_python(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * self.sources[1].random()
+
+    def _own_from_the_second_call(self, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        late = torch.rand(y.shape, generator=self.own, dtype=y.dtype) if self.calls > 1 else 1
+        return y.sigmoid() * y * late
+
+    def _new_in_each_step(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * torch.rand(y.shape, generator=self.of_step, dtype=y.dtype)
+
+    def _steered(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * self.steered(y)
+
+    def _mode(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y.relu()
+
+    def _precision(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sigmoid() * y * (2.0 if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else 1.0)
+
     def _kernel(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * (2.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0)
 
@@ -117,6 +143,42 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+class Halved(TorchFunctionMode):
+    """Halves what `relu` returns."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result / 2 if func is torch.Tensor.relu else result
+
+
+@contextmanager
+def bf16_on_the_host() -> Iterator[None]:
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@contextmanager
+def steered(model: nn.Module) -> Iterator[None]:
+    """Put hooks around modules for the time of a forward; in backward others are there."""
+    modules = [module.steered for module in model.modules() if isinstance(module, Around)]
+    for module in modules:
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    handles = [module.register_forward_hook(lambda _m, _a, found: found * 1.5) for module in modules]
+    handles += [module.register_forward_pre_hook(lambda _m, args: args[0] + 1) for module in modules]
+    yield
+    for handle in handles:
+        handle.remove()
+    for module in modules:
+        module.register_forward_hook(lambda _m, _a, found: found.tanh())
+        module.register_forward_pre_hook(lambda _m, args: args[0] * 3)
+
+
 @contextmanager
 def around_forward(model: nn.Module) -> Iterator[None]:
     """Set, for forward alone, what the kinds read."""
@@ -124,11 +186,11 @@ def around_forward(model: nn.Module) -> Iterator[None]:
     token = SCALE.set(1.5)
     for module in wrapped:
         module.factor, module.function, module.part = 1.25, torch.tanh, nn.Tanh()
-        module.weight = torch.full_like(module.weight, 1.25)
+        module.weight, module.of_step = torch.full_like(module.weight, 1.25), torch.Generator().manual_seed(1)
         vars(module).pop("later", None)
     torch.set_default_dtype(torch.float64)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), bf16_on_the_host(), steered(model), Halved():
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,46 @@ def test_big_bird_keeps_its_attention_to_blocks(gradients: Gradients) -> None:
         applied = apply(model, document)
         assert equal(gradients(model), expected)
         applied.remove()
+
+
+class Drawing(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources = (random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * float(sum(source.random() for source in self.sources))
+
+
+def test_own_generators_go_on_as_if_nothing_had_been_drawn() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.act_fn = Drawing()
+    model_structure(model)
+    assert [one.random() for one in model.model.layers[0].mlp.act_fn.sources] == [
+        one.random() for one in Drawing().sources
+    ]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def test_no_fake_weight_is_cached(gradients: Gradients) -> None:
+    def with_cached_weights(document: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            nn.utils.parametrize.register_parametrization(layer.mlp.up_proj, "weight", Doubled())
+        if document is not None:
+            apply(model, document)
+        with nn.utils.parametrize.cached():
+            return gradients(model)
+
+    expected = with_cached_weights(None)
+    assert equal(with_cached_weights(SWAP), expected)
+    assert equal(with_cached_weights(RECOMPUTE), expected)
 
 
 def with_alias(family: str = "llama") -> nn.Module:

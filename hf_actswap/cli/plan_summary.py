@@ -299,7 +299,7 @@ def use_line(found: SearchResult, saved_to: str | None) -> str:
         section = ", ".join(keys)
         alone = "move the optimizer's states" if moved else "step in backward"
         return f"To use it: `memory: {{{section}}}` in the configuration. (A plan alone does not {alone}.)"
-    if not _acts(found.plan):
+    if not _acts(found.plan) and not found.states_moved:
         return "To use it: nothing need be changed. It fits as it is."
     if saved_to is not None:
         applied = f'hf_actswap.apply(model, "{saved_to}")'

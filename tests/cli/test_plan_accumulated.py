@@ -57,6 +57,12 @@ def test_the_lines_say_what_was_chosen(run: Run, wide: Path, tmp_path: Path) -> 
     assert "To use it: actswap=" in text, "a file says where the states wait"
 
 
+def test_states_on_the_host_alone_are_something_to_use(run: Run, wide: Path) -> None:
+    text = " ".join(run("plan", wide, "--seq", "256", "--device", "H100", "--budget", "2.6").out.split())
+    assert text.startswith("Fits with the optimizer's states on the host: ")
+    assert 'To use it: actswap="auto"' in text
+
+
 def test_what_is_written_stays(run: Run, wide: Path, write: Callable[[str], Path]) -> None:
     kept = write("memory: {mode: adaptive, preference: performance}\n")
     on_device = found(run, wide, kept, *STEP, "--micro-batches", "64")

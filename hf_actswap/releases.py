@@ -74,4 +74,9 @@ def prepared_models_are_known() -> bool:
     return is_since("accelerate", "1.14")
 
 
+def loss_is_scaled_by_data_ranks() -> bool:
+    """Whether the Trainer scales its loss by ranks with own data; 5.6 does by all ranks: wrong losses."""
+    return is_since("transformers", "5.16")
+
+
 check_installed()

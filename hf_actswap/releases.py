@@ -64,4 +64,19 @@ def compiled_regions_are_called() -> bool:
     return is_since("accelerate", "1.15")
 
 
+def parallelism_names_sequence_backend() -> bool:
+    """Whether Accelerate's ``ParallelismConfig`` has ``sp_backend``, which every Trainer here reads."""
+    return is_since("accelerate", "1.12")
+
+
+def prepared_models_are_known() -> bool:
+    """Whether Accelerate leaves a model as it is that it has prepared; before, it put DDP around it."""
+    return is_since("accelerate", "1.14")
+
+
+def loss_is_scaled_by_data_ranks() -> bool:
+    """Whether the Trainer scales its loss by ranks with own data; 5.6 does by all ranks: wrong losses."""
+    return is_since("transformers", "5.16")
+
+
 check_installed()

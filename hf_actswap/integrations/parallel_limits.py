@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.utils import DynamoBackend
 
 from ..errors import ActSwapError, Problem
+from ..releases import loss_is_scaled_by_data_ranks
 
 USE_OUR_TRAINER = (
     "A callback cannot save or load a model that several ranks hold: use hf_actswap.ActSwapTrainer in place "
@@ -56,6 +57,9 @@ def reject_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
 def problems_of_trainer(trainer: Any) -> list[Problem]:
     """Return all settings of a trainer that do not work with a model divided among ranks."""
     found = [*_of_arguments(trainer.args), *_of_trainer(trainer)]
+    if not loss_is_scaled_by_data_ranks():
+        hint = 'Older ones count each batch once per rank. Install: pip install "transformers>=5.16"'
+        found.append(Problem("transformers", "5.16 or newer beside parallel_config", "an older one", hint))
     if not getattr(trainer, "holds_parallel_models", False):
         found.append(Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER))
     return found

@@ -61,6 +61,7 @@ from ..parallel.sequence_region import IGNORED, ModelHook
 from ..parallel.vocabulary import parallel_cross_entropy, shard_of
 from ..plan import MemoryPlan
 from ..planner import PlannedTraining
+from ..releases import parallelism_names_sequence_backend, prepared_models_are_known
 from ..report import BytesBar
 from ..report.run_files import RecordedStages
 from .parallel_checkpoint import full_optimizer_state, names_of_parameters, own_optimizer_state, rebind
@@ -110,6 +111,20 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     accelerator.gather_for_metrics = gather_for_metrics
 
 
+def prepare_without_ddp(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Let Accelerate prepare a model without DDP over all ranks, also when it is given to it once more."""
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    if not prepared_models_are_known():
+        prepare_model = accelerator.prepare_model
+
+        def prepare_others(given: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            found: nn.Module = given if given is prepared else prepare_model(given, *args, **kwargs)
+            return found
+
+        accelerator.prepare_model = prepare_others
+    return prepared
+
+
 def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> AbstractContextManager[None]:
     """Within it, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
 
@@ -117,6 +132,8 @@ def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> Abstr
     for longer, because Accelerate would then prepare, clip and save in its own way.
     """
     declared = ParallelismConfig(tp_size=tensor_parallel_size)
+    if not parallelism_names_sequence_backend():
+        declared.sp_backend = None
     return patched_attribute(accelerator.state, "parallelism_config", declared)
 
 
@@ -527,7 +544,7 @@ class ParallelTraining(DividedTraining):
         accelerator = self._accelerator
         if accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return model
-        prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)  # no DDP over the world
+        prepared = prepare_without_ddp(accelerator, model)
         is_sharded = next(sharded_parameters(model), None) is not None  # by FSDP2: it needs no DDP
         is_trained = any(p.requires_grad for p in prepared.parameters())
         if is_sharded or self.mesh.data_parallel_size == 1 or not is_trained:

@@ -77,7 +77,7 @@ from .parallel_checkpoint import (
     own_state,
 )
 from .parallel_limits import problems_of_trainer
-from .parallel_training import DividedTraining, patched_attribute
+from .parallel_training import DividedTraining, patched_attribute, prepare_without_ddp
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,7 @@ class PipelineTraining(DividedTraining):
 
     def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
         # Autocast is put on the module, which every stage calls.
-        prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
-        return prepared
+        return prepare_without_ddp(self._accelerator, model)
 
     @property
     def recorded_stage(self) -> int | None:

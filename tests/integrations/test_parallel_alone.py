@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from hf_actswap import ActSwapTrainer, ActSwapTrainerMixin
+from hf_actswap.integrations import parallel_limits
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_folder
 from hf_actswap.releases import is_since
 from tests.integrations.parallel_runs import OrderedStockTrainer, make
@@ -31,6 +32,16 @@ def test_the_launcher_started_independent_trainings(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Exception, match="2 independent trainings of one process each"):
         trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
+
+
+def test_a_release_that_scales_the_loss_by_all_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(None, tmp_path)
+    for known, named in ((True, False), (False, True)):
+        monkeypatch.setattr(parallel_limits, "loss_is_scaled_by_data_ranks", lambda known=known: known)
+        found = [problem.where for problem in parallel_limits.problems_of_trainer(trainer)]
+        assert ("transformers" in found) is named
 
 
 def test_what_we_override_is_there() -> None:

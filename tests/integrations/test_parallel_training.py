@@ -24,6 +24,7 @@ from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.mesh import build_mesh
 from hf_actswap.parallel.patch_model import patch_model
+from hf_actswap.releases import loss_is_scaled_by_data_ranks
 from tests.hub_server import TOKEN, HubServer, Repository, hub_server
 from tests.integrations.parallel_runs import (
     STEPS,
@@ -428,7 +429,11 @@ PUBLISHED = {
 }
 NAMED = "hf_actswap.ActSwapTrainer in place of Trainer"
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not loss_is_scaled_by_data_ranks(), reason="it needs transformers 5.16"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_actswap.releases import loss_is_scaled_by_data_ranks
 from hf_actswap.report.write_report import write_report
 from tests.pipeline.trainer_worker import (
     CASES,
@@ -29,7 +30,10 @@ from tests.pipeline.trainer_worker import (
 from tests.processes import launch, launch_trainers, result
 from tests.quick_cases import runs_slow_cases, slow_among
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not loss_is_scaled_by_data_ranks(), reason="it needs transformers 5.16"),
+]
 
 WORKER = "tests.pipeline.trainer_worker"
 LIMIT_S = 200

@@ -69,6 +69,7 @@ from .replay import (
     CheckpointedLayer,
     ModuleFacts,
     RecomputeError,
+    buffers_of,
     function_mode_is_innermost,
     is_cache,
     pop_leaked_hooks,
@@ -289,6 +290,7 @@ class Engine:
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
         self._verifier = Verifier(plan.verify)
+        self._buffers = buffers_of(self._root)
         self._keeps_what_differs = resources.replicas is None  # else the ranks' collectives would part
         self._fates = FateTable(
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
@@ -334,7 +336,7 @@ class Engine:
         for layer in self.structure.all_layers:
             module = self._layers[layer.index]
             if layer.index in self._fates.checkpointed_layers:
-                given = layer.module_path, layer.index, self._counters, self._verifier
+                given = layer.module_path, layer.index, self._counters, self._verifier, self._buffers
                 undo.append(checkpointed(uncompiled(module), *given))
             undo += self._regions.attach(layer.index, module)
             undo += self._follow_scope(module, layer.index, layer)
@@ -503,7 +505,7 @@ class Engine:
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = ScopeModules(scope, tuple(module.modules()))
-        facts = ModuleFacts(module)
+        facts = ModuleFacts(module, self._buffers)
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
         compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
@@ -540,7 +542,7 @@ class Engine:
         return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
-        facts = ModuleFacts(module)
+        facts = ModuleFacts(module, self._buffers)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
@@ -592,11 +594,18 @@ class Engine:
         self._mode = None  # last, so that `_clean_up` finds it after an interrupt
 
 
-def checkpointed(layer: nn.Module, name: str, scope: Scope, counters: Counters, verifier: Verifier) -> Undo:
+def checkpointed(
+    layer: nn.Module,
+    name: str,
+    scope: Scope,
+    counters: Counters,
+    verifier: Verifier,
+    around: Sequence[dict[str, Any]],
+) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
-    again = CheckpointedLayer(name, layer, scope, counters, verifier)
+    again = CheckpointedLayer(name, layer, scope, counters, verifier, around)
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

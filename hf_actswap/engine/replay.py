@@ -13,8 +13,8 @@ Beside autocast and random numbers, a program may change between a forward and i
   has set.
 * **Attributes of modules**, and the modules in them: the active adapter, its scaling, ``training``, which
   parameters are trained. And what a forward counts or collects in them must not be counted twice.
-* **Buffers.** A forward may write them (running statistics): run again, it must read the old values, and what
-  it writes then is dropped.
+* **Buffers**, of the piece and of the model around it. A forward may write them (running statistics): run
+  again, it must read the old values, and what it writes then is dropped.
 * **Random numbers** of NumPy and of Python, and of generators that a module holds or that its functions get.
 
 All of these are restored for the time of the run, so that it is exact; what is written since and cannot be
@@ -275,11 +275,16 @@ class ModuleFacts:
         places: the dicts in which each of them keeps attributes, weights, buffers and modules.
         written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
             the place, name).
+        outside: the buffers outside of the module that a call has written, by (id of the place, name).
         generators: generators of random numbers that its functions were given, beside the default ones.
+
+    Args:
+        around: the dicts of buffers of the whole model (`buffers_of`).
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, around: Sequence[dict[str, Any]] = ()) -> None:
+        self._module, self._around = module, around
+        self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
         self._modes: set[tuple[bool, ...]] = set()
@@ -340,6 +345,19 @@ class ModuleFacts:
             if isinstance(tensor := own.get(name), torch.Tensor):
                 yield own, name, tensor
 
+    def others(self, first: bool) -> Iterator[_Writable]:
+        """Yield buffers outside of the module: of the first call all, then those that one has written."""
+        own = {id(module._buffers) for module in self.modules} if first else set()
+        around = ((place, name) for place in self._around if id(place) not in own for name in place)
+        for place, name in around if first else self.outside.values():
+            if isinstance(tensor := place.get(name), torch.Tensor):
+                yield place, name, tensor, tensor._version, tensor.detach().clone()
+
+
+def buffers_of(root: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts in which the modules of a model keep their buffers."""
+    return [module._buffers for module in root.modules() if module._buffers]
+
 
 class _NotingGenerators(TorchFunctionMode):
     """Notes the generators that the functions of a call are given."""
@@ -371,7 +389,8 @@ class CalledModule:
 
     __slots__ = (
         *("_caches_before", "_containers", "_facts", "_first", "_generators", "_held", "_hooks"),
-        *("_hooks_before", "_host", "_items", "_modules", "_places", "_tensors", "_trained", "_versions"),
+        *("_hooks_before", "_host", "_items", "_modules", "_others", "_places", "_tensors", "_trained"),
+        "_versions",
         "name",
     )
 
@@ -404,6 +423,7 @@ class CalledModule:
         self._places, self._items = facts.places, [dict(place.items()) for place in facts.places]
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
+        self._others = list(facts.others(self._first)) if self._first or facts.outside else []
         self._generators = [(one, state_of(one)) for one in facts.held_generators()]
         self._host: list[GeneratorState] | None = default_states()
 
@@ -436,7 +456,12 @@ class CalledModule:
             else:
                 self._held.append(tensor)
                 self._versions.append(version)
-        self._tensors = written
+        for item in self._others:
+            place, name, tensor, version, _ = item
+            if place.get(name) is not tensor or tensor._version != version:
+                self._facts.outside[id(place), name] = place, name
+                written.append(item)
+        self._tensors, self._others = written, []
         if self._host is not None and _same_default_states(self._host):
             self._host = None
 
@@ -681,10 +706,11 @@ class CheckpointedLayer:
         scope: Scope,
         counters: Counters,
         verifier: Verifier,
+        around: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.name, self.scope, self.counters, self.verifier = name, scope, counters, verifier
         self.shown = False
-        self._facts = ModuleFacts(layer)
+        self._facts = ModuleFacts(layer, around)
 
     def called(self, device: torch.device, values: Sequence[Any]) -> CheckpointedCall:
         """Return a call that begins now; ``values`` as of `CalledModule`."""

@@ -36,6 +36,7 @@ class Around(nn.Module):
         self.part, self.steered = nn.Tanh(), nn.Identity()
         self.sources = (np.random.default_rng(0), random.Random(0))
         self.own = torch.Generator().manual_seed(0)
+        self.around: tuple[nn.Module, ...] = ()
         self.norm = nn.BatchNorm1d(width)
         self.register_buffer("mean", torch.zeros(()))
 
@@ -53,6 +54,16 @@ class Around(nn.Module):
     def _new_buffer(self, y: torch.Tensor) -> torch.Tensor:
         self.mean = self.mean * 0.9 + 1
         return y.sigmoid() * y * self.mean.item()
+
+    def _buffer_of_the_model(self, y: torch.Tensor) -> torch.Tensor:
+        (model,) = self.around
+        model.mean.mul_(0.9).add_(y.detach().mean() + 1)
+        return y.sigmoid() * y * model.mean.item()
+
+    def _new_buffer_of_the_model(self, y: torch.Tensor) -> torch.Tensor:
+        (model,) = self.around
+        model.mean = model.mean * 0.9 + 1
+        return y.sigmoid() * y * model.mean.item()
 
     def _counter(self, y: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -130,10 +141,11 @@ KINDS = [name.removeprefix("_") for name in vars(Around) if name.startswith("_")
 
 
 def with_mlps_around(kind: str) -> Any:
-    model = tiny_llama().train()
+    model: Any = tiny_llama().train()
+    model.register_buffer("mean", torch.zeros(()))
     for layer in model.model.layers:
         layer.mlp = Around(layer.mlp, model.config.hidden_size)
-        layer.mlp.kind = kind
+        layer.mlp.kind, layer.mlp.around = kind, (model,)
     return model
 
 

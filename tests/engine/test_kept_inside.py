@@ -385,8 +385,9 @@ def test_modules_are_as_before_after_a_backward_that_failed() -> None:
     model = tiny_llama()
     layer = model.model.layers[1]
     with apply(model, keep("mlp", "mlp.gate_proj")):
+        calls: list[int] = []
+        handle = layer.mlp.up_proj.register_forward_hook(lambda *_: _interrupt_second(calls))
         loss = forward(model)
-        handle = layer.mlp.up_proj.register_forward_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
         handle.remove()
@@ -395,8 +396,10 @@ def test_modules_are_as_before_after_a_backward_that_failed() -> None:
         assert_bitwise_equal(gradients_of_step(model), gradients_of_step(tiny_llama()))
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _interrupt_second(calls: list[int]) -> None:
+    calls.append(1)
+    if len(calls) == 2:
+        raise KeyboardInterrupt
 
 
 class _Twice(nn.Module):

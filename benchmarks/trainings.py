@@ -46,6 +46,7 @@ from benchmarks.meters import give_back_cached_memory
 from benchmarks.records import Line, Record, Records
 from benchmarks.workloads import Workload, llama_config
 from hf_actswap import apply
+from hf_actswap.engine.device_allocator import limit_memory
 from hf_actswap.engine.host_pool import HostPool, PageableSlabs, PinnedSlabs
 from hf_actswap.engine.transfer import transfer_of
 from hf_actswap.planner import AllocatorMeter, BudgetError, CountingMeter, Meter, Planner
@@ -273,13 +274,12 @@ def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[Meter]:
         finally:
             super(_Counted, counted).stop()
         return
-    _, total_bytes = torch.accelerator.get_memory_info(device)
-    share = 1.0 if limit_bytes is None else limit_bytes / total_bytes
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    undo = None if limit_bytes is None else limit_memory(device, limit_bytes)
     try:
         yield AllocatorMeter(device)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        if undo is not None:
+            undo()
 
 
 def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.device) -> Training:

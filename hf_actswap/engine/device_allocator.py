@@ -70,6 +70,10 @@ def limit_memory(device: torch.device, limit_bytes: int) -> Undo | None:
     It has then less to give out: what does not fit raises ``torch.OutOfMemoryError``. Returns what undoes it;
     ``None``: the device has no such limit, or a lower one. A rank's own limit
     (``set_per_process_memory_fraction``) comes back.
+
+    PyTorch compares what is asked for with its limit, and an expandable segment then grows by whole pages
+    (``CUDACachingAllocator.cpp``: ``alloc_block``, ``try_allocate_expandable_block``): it holds up to a page
+    more than its limit, which is set that much lower here.
     """
     if device.type != "cuda":
         return None
@@ -77,7 +81,7 @@ def limit_memory(device: torch.device, limit_bytes: int) -> Undo | None:
     before = torch.cuda.get_per_process_memory_fraction(device)
     if limit_bytes >= before * total_bytes:
         return None
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
+    torch.cuda.set_per_process_memory_fraction(max(limit_bytes - _PAGE_BYTES, 0) / total_bytes, device)
     return lambda: torch.cuda.set_per_process_memory_fraction(before, device)
 
 

@@ -59,6 +59,15 @@ def one_step(model: torch.nn.Module) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+def tensors_until_short(device: torch.device) -> int:
+    held = []
+    try:
+        while True:
+            held.append(torch.empty(26 * MIB, dtype=torch.uint8, device=device))
+    except torch.OutOfMemoryError:
+        return len(held)
+
+
 @pytest.mark.gpu
 def test_segments_expand_while_a_plan_is_on(fixed_segments: torch.device) -> None:
     model = tiny_llama().to(fixed_segments)
@@ -70,6 +79,21 @@ def test_segments_expand_while_a_plan_is_on(fixed_segments: torch.device) -> Non
     assert settings["garbage_collection_threshold"] == pytest.approx(0.9), "the user's settings stay"
     applied.remove()
     assert not segments_expand(fixed_segments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expand", [True, False])
+def test_no_more_is_held_than_the_limit(fixed_segments: torch.device, expand: bool) -> None:
+    if expand and let_segments_expand(fixed_segments) is None:
+        pytest.skip("the driver refuses expandable segments")
+    for more_bytes in range(100 * MIB, 200 * MIB, 4 * MIB):  # PyTorch may hold a page more than its limit
+        torch.cuda.empty_cache()
+        limit_bytes = torch.cuda.memory_reserved() + more_bytes
+        undo = limit_memory(fixed_segments, limit_bytes)
+        assert undo is not None
+        assert tensors_until_short(fixed_segments) >= 2
+        undo()
+        assert torch.cuda.memory_reserved() <= limit_bytes
 
 
 @pytest.mark.gpu

@@ -66,6 +66,7 @@ _FULL = ("1b", "full"), ("8b", "full")
 _LORA = ("8b", "lora"), ("moe", "lora")
 _DEVICES = ("RTX 4090", "A100-40", "H100")
 _GROUP_WORDS = {word for names in (*_FULL, *_LORA, *(name.split() for name in _DEVICES)) for word in names}
+"""The words of rows' names that name a model, a method or a device."""
 _UNIT_TOKENS = 512
 _ON_DEVICE = "{mode: adaptive, preference: performance, weights: keep}"
 """A `memory` section that moves neither weights nor the optimizer's states to the host."""
@@ -92,6 +93,11 @@ class Row:
         return f"{self.model} {self.method} {self.device}, {self.batch} x {self.tokens}{budget}"
 
     @property
+    def words(self) -> set[str]:
+        """The words of its name."""
+        return set(self.name.replace(",", "").split())
+
+    @property
     def memory(self) -> dict[str, Any]:
         """Its ``memory`` section."""
         return {"budget_gib": float(self.budget.removesuffix("GiB"))} if self.budget else {}
@@ -115,7 +121,7 @@ def grid(only: Sequence[str] = ()) -> Iterator[Row]:
     for model, method in (*_FULL, *_LORA):
         for device in _DEVICES:
             row = Row(model, method, device, 0)
-            if set(only) & _GROUP_WORDS - set(row.name.replace(",", "").split()):
+            if set(only) & _GROUP_WORDS - row.words:
                 continue
             if (longest := longest_checkpointed(row)) is None:
                 yield replace(row, tokens=2048)
@@ -406,12 +412,10 @@ def main() -> None:
         return
     kept = json.loads(given.out.read_text("utf-8")) if given.out and given.out.exists() else []
     print("| training | promised | plan | checkpointing | auto | |\n|---|---|---|---|---|---|")
-    rows = (
-        iter(KNOWN_ROWS) if given.known else (row for part in (KNOWN_ROWS, grid(given.only)) for row in part)
-    )
+    rows = KNOWN_ROWS if given.known else itertools.chain(KNOWN_ROWS, grid(given.only))
     failed = False
     for row in rows:
-        if not all(part in row.name.replace(",", "").split() for part in given.only):
+        if not row.words.issuperset(given.only):
             continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) if given.keep is None else given.keep / row.name.replace(", ", "_")

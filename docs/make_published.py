@@ -18,11 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "published.md"
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.published.compare import Compared, read_rows, summary, tables  # noqa: E402 - not installed
+from benchmarks.published.compare import Compared, errors, read_rows, tables  # noqa: E402 - not installed
 
 RESULTS = ROOT / "benchmarks" / "results" / "published_20261128.json"
 _BLOCK = re.compile(r"(<!-- by docs/make_published.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_SUMMARY = re.compile(r"(\w+): (\d+) rows, median ([\d.]+%), worst ([\d.]+%)")
 _MEASURES = {"memory": "peak memory", "time": "time of a step"}
 
 
@@ -51,9 +50,8 @@ def page(text: str, found: list[Compared]) -> str:
 def _summary(found: list[Compared]) -> Iterator[str]:
     yield "| | rows that the options describe | median error | worst |"
     yield "|---|---:|---:|---:|"
-    for line in summary(found):
-        measure, *numbers = _SUMMARY.match(line).groups()  # type: ignore[union-attr]
-        yield f"| {' | '.join((_MEASURES[measure], *numbers))} |"
+    for measure, count, middle, worst, _ in errors(found):
+        yield f"| {_MEASURES[measure]} | {count} | {middle:.1%} | {worst:.1%} |"
 
 
 if __name__ == "__main__":

@@ -104,10 +104,10 @@ class Paper:
         with torch.device("meta"):
             model = LlamaForCausalLM(llama_config(workload)).to(workload.torch_dtype).train()
             ids = torch.empty(1, workload.tokens, dtype=torch.long)
-        self._structure = model_structure(model)
+        structure = model_structure(model)
         self._profile: Profile = profile_from_shapes(
             model,
-            self._structure,
+            structure,
             {"input_ids": ids, "labels": ids, "use_cache": False},
             DEVICE,
             optimizer_state_bytes=2 * sum(item.nbytes for item in model.parameters()),
@@ -115,16 +115,15 @@ class Paper:
         self._empty = MemoryPlan((), workload.layers, self._profile.family)
         self.nothing = self._predicted(self._empty)
         everything = load_config({"recompute_config": {"recompute": True}})
-        self.checkpointing = self._predicted(resolve_plan(everything, self._structure))
+        self._checkpointed = resolve_plan(everything, structure)
+        self.checkpointing = self._predicted(self._checkpointed)
 
     def over_a_step(self) -> dict[str, Prediction]:
         """Return the steps of the picture of memory over time, each by its name."""
-        everything = resolve_plan(load_config({"recompute_config": {"recompute": True}}), self._structure)
-        limits = Limits(self.checkpointing.peak_bytes)
         plans = {
             "plain training": self._empty,
-            "gradient checkpointing": everything,
-            "hf_actswap": find_plan(self._profile, self._empty, limits).plan,
+            "gradient checkpointing": self._checkpointed,
+            "hf_actswap": self._plan_within(self.checkpointing.peak_bytes),
         }
         return {name: predict(self._profile, plan) for name, plan in plans.items()}
 
@@ -140,7 +139,10 @@ class Paper:
 
     def planned(self, budget_bytes: int) -> Point:
         """Return the step of the fastest plan within a budget."""
-        return self._predicted(find_plan(self._profile, self._empty, Limits(budget_bytes)).plan)
+        return self._predicted(self._plan_within(budget_bytes))
+
+    def _plan_within(self, budget_bytes: int) -> MemoryPlan:
+        return find_plan(self._profile, self._empty, Limits(budget_bytes)).plan
 
     def _predicted(self, plan: MemoryPlan) -> Point:
         found = predict(self._profile, plan)

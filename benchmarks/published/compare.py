@@ -172,14 +172,22 @@ def tables(found: Sequence[Compared]) -> tuple[list[str], list[str]]:
     return described, rest
 
 
-def summary(found: Sequence[Compared]) -> Iterator[str]:
-    """Yield, for each measure, how far the predictions are off where the options say everything."""
+def errors(found: Sequence[Compared]) -> Iterator[tuple[str, int, float, float, str]]:
+    """Yield, for each measure, how far the predictions are off where the options say everything.
+
+    The number of rows, the median and the largest share, and the name of the row that has that.
+    """
     for measure in MEASURES:
         counted = [one for one in found if measure not in one.row.other and one.ratio(measure) is not None]
         off = sorted((abs((one.ratio(measure) or 0) - 1), one.row.id) for one in counted)
         if off:
-            middle = median(share for share, _ in off)
-            yield f"{measure}: {len(off)} rows, median {middle:.1%}, worst {off[-1][0]:.1%} ({off[-1][1]})"
+            yield measure, len(off), median(share for share, _ in off), *off[-1]
+
+
+def summary(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield a line for each measure: its `errors`."""
+    for measure, count, middle, worst, name in errors(found):
+        yield f"{measure}: {count} rows, median {middle:.1%}, worst {worst:.1%} ({name})"
 
 
 def main() -> None:

@@ -282,13 +282,14 @@ class ModuleFacts:
         around: the dicts of buffers of the whole model (`buffers_of`).
     """
 
-    def __init__(self, module: nn.Module, around: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, module: nn.Module, around: Sequence[dict[str, Any]]) -> None:
         self._module, self._around = module, around
+        self.modules: tuple[nn.Module, ...] = ()  # the first call looks
+        self._children: list[dict[str, nn.Module | None]] = []
         self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
         self._modes: set[tuple[bool, ...]] = set()
-        self._look()
 
     def _look(self) -> None:
         self.modules = tuple(self._module.modules())
@@ -314,11 +315,14 @@ class ModuleFacts:
         """Return whether this is the first call with these modules inside, in their modes (`training`)."""
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
             self._modes.clear()
-        first = tuple([module.training for module in self.modules]) not in self._modes
+        first = self._training() not in self._modes
         if first:  # since the call before, attributes may have come
             self._look()
-            self._modes.add(tuple([module.training for module in self.modules]))
+            self._modes.add(self._training())
         return first
+
+    def _training(self) -> tuple[bool, ...]:
+        return tuple([module.training for module in self.modules])
 
     def containers(self) -> Iterator[Any]:
         """Yield the lists and dicts among the attributes, but those that are data."""
@@ -406,10 +410,7 @@ class CalledModule:
         ]
         self._held = held
         self._trained = [weight.requires_grad for weight in held]
-        self._hooks, self._hooks_before = (
-            facts.hooks,
-            [(hooks, hooks.copy()) for hooks in facts.hooks if hooks],
-        )
+        self._hooks, self._hooks_before = facts.hooks, _filled(facts.hooks)
         caches: list[Any] = []
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -484,9 +485,9 @@ class CalledModule:
         Raises:
             StaleTensorError: within the block, when it reads a weight that was written in place since.
         """
-        hooks_before = {id(hooks): before for hooks, before in self._hooks_before}
-        pairs = ((hooks, hooks_before.get(id(hooks), {})) for hooks in self._hooks)
-        changed = [*self._caches_before, *(pair for pair in pairs if pair[0] != pair[1])]
+        changed: list[tuple[Any, Any]] = self._caches_before
+        if (hooks_now := _filled(self._hooks)) != self._hooks_before:
+            changed = [*changed, *((hooks, {}) for hooks, _ in hooks_now), *self._hooks_before]
         present = [(place, place.copy()) for place, _ in changed]
         written = self._written()
         try:
@@ -540,6 +541,11 @@ class CalledModule:
                 return f"{self.name}: the weight {name}"
         names = (name for _, name, held in self._facts.tensors() if held is tensor)
         return f"{self.name}: {next(names, 'an argument')}"
+
+
+def _filled(hooks: Iterable[dict[int, Any]]) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return those dicts that have hooks, each with a copy: nearly all are empty."""
+    return [(own, own.copy()) for own in hooks if own]
 
 
 def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
@@ -706,7 +712,7 @@ class CheckpointedLayer:
         scope: Scope,
         counters: Counters,
         verifier: Verifier,
-        around: Sequence[dict[str, Any]] = (),
+        around: Sequence[dict[str, Any]],
     ) -> None:
         self.name, self.scope, self.counters, self.verifier = name, scope, counters, verifier
         self.shown = False

@@ -43,14 +43,6 @@ except ImportError:  # `need_solvers` raises
     highspy = None  # type: ignore[assignment]
 
 
-def need_solvers() -> None:
-    """Raise a `PlanError` that says how to install scipy and highspy, if one of them is missing."""
-    missing = " and ".join(name for name in ("scipy", "highspy") if importlib.util.find_spec(name) is None)
-    if missing:
-        expected = "scipy and highspy, which solve the planner's problems"
-        raise PlanError([Problem("memory.mode", expected, f"no {missing}", "pip install scipy highspy")])
-
-
 MIB = 2.0**20
 GAP, STEP_GAP = 0.01, 0.0005
 """A solution costs at most this share more than the best one, or this share of the step's compute time."""
@@ -65,6 +57,14 @@ MOST_VARIANTS = 2
 """The most different ways in which one plan has layers compiled (`Option.point`)."""
 _POINTS_GAP, _POINTS_NODES = 0.005, 1
 """Step gap and nodes if there are such points: their costs are rough, and equal layers make equal choices."""
+
+
+def need_solvers() -> None:
+    """Raise a `PlanError` that says how to install scipy and highspy, if one of them is missing."""
+    missing = " and ".join(name for name in ("scipy", "highspy") if importlib.util.find_spec(name) is None)
+    if missing:
+        expected = "scipy and highspy, which solve the planner's problems"
+        raise PlanError([Problem("memory.mode", expected, f"no {missing}", "pip install scipy highspy")])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..planner.budget import (
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
-from ..planner.search.find_plan import find_plan, least_peak
+from ..planner.search.find_plan import Search, find_plan
 from ..planner.search.states_place import (
     WholeStep,
     faster_with_weights_on_host,
@@ -502,11 +502,12 @@ class _Search:
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)
         own = self.unplanned.simulator
         simulator = own if profile is own.profile else Simulator(profile)
+        search = Search(profile, fixed, limits, simulator=simulator)
         try:
             with busy("search"):
-                best = find_plan(profile, fixed, limits, simulator=simulator)
+                best = search.with_curve(search.best())
         except BudgetError:
-            least = least_peak(profile, fixed, limits, simulator).prediction
+            least = search.least.prediction
             needed = budget_for(profile, memory, least.peak_bytes)
             error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
@@ -523,5 +524,5 @@ class _Search:
             raise error from None
         steps = {**self.unplanned.steps, PLANNED: best.prediction}
         if self.with_least:
-            steps[LEAST] = least_peak(profile, fixed, limits, simulator).prediction
+            steps[LEAST] = search.least.prediction
         return SearchResult(self.found, self.step, memory, profile, best.plan, budget, steps)

@@ -400,8 +400,15 @@ class _TiledHead:
         return _shown(form, self._say, hidden, tuple(trained.values()), None)
 
     def _kind(self, hidden: torch.Tensor) -> tuple[int, torch.dtype]:
-        """Return the size of the vocabulary and the dtype of logits, found by computing those of one row."""
+        """Return the size of the vocabulary and the dtype of logits.
+
+        What a linear layer says of itself; else found by computing the logits of one row, once.
+        """
         kind = hidden.device.type
+        weight: Any = self._head.module.weight if self._head.is_linear else None
+        if type(weight) in (nn.Parameter, FakeTensor) and hidden.dtype == weight.dtype:
+            casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+            return len(weight), torch.get_autocast_dtype(kind) if casts else hidden.dtype
         key = (hidden.dtype, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         if key not in self._kinds:
             # Detached: autocast would cache casts of the parameters themselves that have no gradient.

@@ -21,7 +21,7 @@ layer that is recomputed whole is run by ``torch.utils.checkpoint``, which has i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -174,8 +174,12 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         return plan
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     by_reason: dict[tuple[str, int, int], dict[Scope, None]] = {}
+    decided: dict[Hashable, tuple[list[tuple[OpCall, int, int]], set[OpCall]]] = {}
     for layer, graph in sorted(_graphs(saved, recomputed).items(), key=lambda item: layer_order(item[0])):
-        costly, still_run = graph.decided()
+        # Layers that are alike are decided once: only paths and ordinals are read of what was decided.
+        if (form := graph.form(layer)) not in decided:
+            decided[form] = graph.decided()
+        costly, still_run = decided[form]
         for (_, path, ordinal), held, dropped in costly:
             row, own = rows.get((layer, path, None)), (layer, path, ordinal) in rows
             kept = row is not None and row.fate == "keep"
@@ -231,6 +235,19 @@ class _Graph:
     saved: set[tuple[int, OpCall | None]] = field(default_factory=set)
     inputs: dict[OpCall, dict[tuple[int, OpCall | None], None]] = field(default_factory=dict)
     made: dict[OpCall, None] = field(default_factory=dict)
+
+    def form(self, scope: Scope) -> Hashable:
+        """Return what is equal for the graphs of two layers, ``scope`` being this one's, that are alike."""
+        number = {storage: at for at, storage in enumerate(self.sizes)}
+
+        def unit(call: OpCall | None) -> object:
+            return call[1:] if call is not None and call[0] == scope else call
+
+        def uses(of: Iterable[tuple[int, OpCall | None]]) -> frozenset[object]:
+            return frozenset((number[storage], unit(source)) for storage, source in of)
+
+        inputs = tuple((unit(call), uses(of)) for call, of in self.inputs.items())
+        return tuple(self.sizes.values()), uses(self.saved), inputs, tuple(map(unit, self.made))
 
     def held(self, kept: frozenset[OpCall]) -> tuple[set[int], set[OpCall]]:
         """Return the storages held if the units in ``kept`` are not run again, and the units that are."""

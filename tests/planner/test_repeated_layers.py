@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from hf_actswap import model_structure
+from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.engine.host_budget import record_saved
+from hf_actswap.engine.install import put_tiles, tile_parts
 from hf_actswap.plan import ModelStructure, repeated_layers
 from hf_actswap.plan.repeated_layers import repeat_of
 from hf_actswap.plan.saved_bytes import SavedBytes
@@ -96,12 +97,9 @@ def test_records_are_those_of_all_layers(family: str) -> None:
     assert_same(model)
 
 
-def test_a_few_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = deep_llama(40)
-    repeat = repeat_of(model.model.layers, model.config)
-    assert repeat is not None
-    assert (repeat.first, repeat.period, repeat.count, repeat.copies) == (0, 1, 40, 35)
-    ran = []
+def layers_that_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each layer's number is added when the layer runs."""
+    ran: list[int] = []
     forward = modeling_llama.LlamaDecoderLayer.forward
 
     def counted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,9 +107,36 @@ def test_a_few_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(layer, *args, **kwargs)
 
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", counted)
+    return ran
+
+
+FEW, FEWER = [0, 1, 2, 3, 39], [0, 1, 2, 39]
+"""Of 40 layers those that run in a profile's two steps."""
+
+
+def test_a_few_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep_llama(40)
+    repeat = repeat_of(model.model.layers, model.config)
+    assert repeat is not None
+    assert (repeat.first, repeat.period, repeat.count, repeat.copies) == (0, 1, 40, 35)
+    ran = layers_that_run(monkeypatch)
     records_of(model)
-    few, fewer = [0, 1, 2, 3, 39], [0, 1, 2, 39]
-    assert ran == [*few, *few, *few, *fewer]  # structure, saved tensors, and the profile's two steps
+    assert ran == [*FEW, *FEW, *FEW, *FEWER]  # structure, saved tensors, and the profile's two steps
+
+
+def test_a_few_layers_run_beside_a_loss_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep_llama(40)
+    ran = layers_that_run(monkeypatch)
+    structure = model_structure(model)
+    plan = resolve_plan(load_config({"tile_config": {"loss": {"tokens": 8}}}), structure)
+    batch = {name: torch.empty((2, 16), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    ran.clear()
+    undo = put_tiles(model, tile_parts(model, plan.tiles, structure, None), structure)
+    profile = profile_from_shapes(model, structure, batch, "H100")
+    for restore in undo:
+        restore()
+    assert ran == [*FEW, *FEWER]
+    assert profile.num_layers == 40
 
 
 def half_frozen() -> nn.Module:

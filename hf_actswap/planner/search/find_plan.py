@@ -181,8 +181,7 @@ def find_plan(
         ValueError: ``safety`` is below 1.
     """
     search = Search(profile, fixed, limits, safety, without, simulator)
-    best = search.best(rounds, search_least)
-    return replace(best, prediction=search.with_curve(best.plan))
+    return search.with_curve(search.best(rounds, search_least))
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
@@ -197,7 +196,7 @@ def least_peak(
 
     The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
     """
-    return replace(Search(profile, fixed, limits, SAFETY, simulator=simulator).least(), bound_ms=0.0)
+    return Search(profile, fixed, limits, simulator=simulator).least
 
 
 def candidates(
@@ -237,14 +236,14 @@ def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
 
 
 class Search:
-    """The searches with one set of arguments of `find_plan`, and what they share."""
+    """The searches with one set of arguments of `find_plan`, whose errors it raises, and what they share."""
 
     def __init__(
         self,
         profile: Profile,
         fixed: MemoryPlan,
         limits: Limits,
-        safety: float,
+        safety: float = SAFETY,
         without: Collection[CompileVariant] = (),
         simulator: Simulator | None = None,
     ) -> None:
@@ -271,14 +270,16 @@ class Search:
             return unplanned
         fitting = list(self._plans_near(limit, unplanned, rounds))
         if not fitting:
-            least = self.least() if search_least else unplanned
+            least = self.least if search_least else unplanned
             if least.prediction.peak_bytes > limit:
                 raise self._impossible(least.prediction.peak_bytes)
             fitting = [one for one in self._simulations if one.prediction.peak_bytes <= limit]
         return min(fitting, key=lambda tried: (tried.prediction.step_ms, tried.prediction.peak_bytes))
 
+    @cached_property
     def least(self) -> Found:
-        """Return the plan with the least peak: the program's own, then lower ones until nothing fits.
+        """The plan with the least peak, whatever a step takes: the program's own, then lower ones until
+        nothing fits.
 
         Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
         has named suffices in the next run too, although its measured times differ.
@@ -287,7 +288,8 @@ class Search:
         if self._profile.link is None and any(op_event.forward_ms != 1.0 for op_event in op_events):
             timeless = tuple(replace(op_event, forward_ms=1.0, backward_ms=1.0) for op_event in op_events)
             profile = replace(self._profile, op_events=timeless)
-            return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan)
+            timed = self._simulated(Search(profile, self._fixed, self._limits).least.plan)
+            return replace(timed, bound_ms=0.0)
         unplanned = self._simulated(self._fixed)
         tried = [unplanned]
         if (solution := self._solution(None)) is not None:
@@ -298,7 +300,7 @@ class Search:
             if not lower:
                 break
             least = min(lower, key=_peak_bytes)
-        return least
+        return replace(least, bound_ms=0.0)
 
     def _plans_near(self, limit: int, unplanned: Found, rounds: int) -> Iterator[Found]:
         """Solve for plans whose peaks come closer and closer to the limit; yield those that fit."""
@@ -367,10 +369,11 @@ class Search:
         self._simulations.append(found)
         return found
 
-    def with_curve(self, plan: MemoryPlan) -> Prediction:
-        """Return the prediction of a plan, with its memory over time (`Prediction.memory`)."""
+    def with_curve(self, found: Found) -> Found:
+        """Return what was found, its prediction with its memory over time (`Prediction.memory`)."""
         moved = self._limits.frees_optimizer_states
-        return self._limits.with_others(self._simulator.predict(plan, optimizer_states_moved=moved))
+        prediction = self._simulator.predict(found.plan, optimizer_states_moved=moved)
+        return replace(found, prediction=self._limits.with_others(prediction))
 
     def _impossible(self, least_bytes: int) -> BudgetError:
         expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
@@ -405,10 +408,11 @@ class _Searched:
         between = crosses and stage.in_flight > 1
         if between and stage.alternates and profile.link is not None:
             profile = replace(profile, link=_link_over(profile, profile.link, cycle_ms, self.rate_share))
+        search = Search(profile, self.fixed, self.limits)
         try:
-            found = find_plan(profile, self.fixed, self.limits, search_least=False).plan
+            found = search.best(search_least=False).plan
         except BudgetError:
-            found = Search(profile, self.fixed, self.limits, SAFETY).least().plan
+            found = search.least.plan
         if not between:
             return found
         written = set(self.fixed.rows)

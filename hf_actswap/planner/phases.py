@@ -7,8 +7,8 @@ warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` ste
          is recorded                                  layers are compiled
 search   one plan after another, the guard            after ``search_steps`` steps, or when nothing that
                                                       is untried could be faster
-stable   the best measured plan, or the one of a      when a batch is larger than any before, or a step
-         shorter batch's bucket                       misses the budget or runs out of memory: then
+stable   the best measured plan                       when a batch is larger than any before, or a step
+                                                      misses the budget or runs out of memory: then
                                                       warm-up begins again, a limited number of times
 ======== ============================================ =================================================
 
@@ -33,11 +33,9 @@ then on, and earlier trials count no longer.
 **Stable**: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
 
 * The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
-  under this plan or its bucket's own (`planning`). A larger one runs under the guard; after its step the
-  planner plans anew.
+  under this plan. A larger one runs under the guard; after its step the planner plans anew.
 * The **peak** of what was in use, after each step. If it misses the budget, or if a step ran out of memory
-  and needed the guard, the planner plans anew. If this happens under a bucket's plan, that plan is dropped
-  instead.
+  and needed the guard, the planner plans anew.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
 ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
@@ -74,9 +72,7 @@ from .budget import BudgetError, fits_outside_backward
 from .oom_guard import DeviceMemoryError, Failure, Retry
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
 from .planning import (
-    BucketPlans,
     PlanningTask,
-    ShapeBucket,
     agreed_task,
     best_plans,
     least_plan,
@@ -85,11 +81,11 @@ from .planning import (
 )
 from .profile import Prediction
 from .record.recorder import batch_shape
+from .recorded_step import BatchSize, RecordedStep
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
 from .search.states_place import whole_step
-from .shape_buckets import BatchSize, RecordedStep
 from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps, module_weights
@@ -233,7 +229,7 @@ class SearchPhase:
         found = self._waiting.pop(0)
         self.trials.append(Trial(found.plan, found.prediction, []))
         self._trial_sizes = set()
-        self._run.replace_plans(found.plan, guarded=True)
+        self._run.replace_plan(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
         before, task, predicted = self.task, self.task, trial.prediction
@@ -388,15 +384,6 @@ class Planner:
         return self._run.applied.plan
 
     @property
-    def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Buckets of the batch sizes that the stable phase has met, the largest first, with their plans.
-
-        Empty in other phases, and where one plan serves all: it was read from a file, or stays guarded.
-        """
-        smaller = self._phase.smaller if isinstance(self._phase, Stable) else None
-        return () if smaller is None else smaller.buckets
-
-    @property
     def memory_mode(self) -> str:
         return self._run.name
 
@@ -461,8 +448,6 @@ class Planner:
             self._last = phase.plan
             if missed:
                 self._recorded = None
-            if phase.smaller is not None:
-                self.planning_s += phase.smaller.planning_s
             self._impossible = []
             self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
@@ -530,7 +515,7 @@ class Planner:
 
     def _stable_from(self, known: FilePlan) -> Stable:
         run, asked_gib = self._run, self._run.training.memory.budget_gib
-        run.replace_plans(known.plan, guarded=False)
+        run.replace_plan(known.plan, guarded=False)
         budget = known.plan.device_memory_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
@@ -753,7 +738,7 @@ class Planner:
     def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         run = self._run
         run.log.warning("the plan before stays on, under the guard, which costs time: %s", error)
-        run.replace_plans(plan, guarded=True)
+        run.replace_plan(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
@@ -802,14 +787,12 @@ class Planner:
         if best is search.trials[-1] and run.applied is not None:
             run.set_guard(not fits)  # it is on the model, and its memory is there
         else:
-            run.replace_plans(best.plan, guarded=not fits)
+            run.replace_plan(best.plan, guarded=not fits)
         micro_batches = best.steps[-1].micro_batches
         self._predicted_ms = self._states_ms or whole_step(task.profile, best.prediction, micro_batches).ms
         self.outcome = self._outcome(search)
         self._beyond_bytes = task.unpredicted_bytes
-        alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
-        smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
-        self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
+        self._phase = Stable(run, budget, task.size, self._plans, not fits)
         on_paper = task.profile.source == "shapes"
         run.log.info("stable: %s", _in_words(best, timed=not on_paper))
         self._times_left = TIMED_STEPS if on_paper else 0

@@ -1,20 +1,8 @@
-"""Finds one plan for all ranks: puts together what they measured, searches on rank 0, sends the result.
-
-Batches that are shorter than the largest may have plans of their own, one for each bucket of sizes. The first
-batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step a plan is
-searched for the bucket by prediction, from the recorded step scaled to the bucket's upper edge, within the
-same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing the larger plan.
-Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of the planner run
-the same collectives.
-
-A plan that misses the budget is dropped for good. Where layers are compiled no bucket has a plan of its own,
-because each plan would need a compilation.
-"""
+"""Finds one plan for all ranks: puts together what they measured, searches on rank 0, sends the result."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,9 +10,8 @@ from typing import Any, TypeVar
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
-from ..engine.install import AppliedPlan
 from ..engine.link import slowest
-from ..engine.stats import GIB, gib_text
+from ..engine.stats import GIB
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan, Scope
 from .budget import (
@@ -38,10 +25,9 @@ from .budget import (
     limits_of,
 )
 from .cost.simulate import predict
-from .plan_file import Trial
 from .profile import Limits, Prediction, Profile
 from .record.shapes import with_weights_on_host
-from .run import Run
+from .recorded_step import BatchSize, RecordedStep
 from .search.find_plan import Found, candidates, find_plan, least_peak
 from .search.states_place import (
     WholeStep,
@@ -50,7 +36,6 @@ from .search.states_place import (
     with_states_in_passing,
     with_states_on_host,
 )
-from .shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of
 
 Value = TypeVar("Value")
 
@@ -103,10 +88,6 @@ class PlanningTask:
         more_bytes = unplanned.peak_bytes - self.predicted(self.profile, self.fixed).peak_bytes
         budget = self.budget_bytes + (0 if self.memory.reduce_by_gib is None else more_bytes)
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
-
-    def plan_at(self, size: BatchSize) -> Found:
-        """Return the best predicted plan for a smaller size; each rank searches, and all find the same."""
-        return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
 
     def slower(self, factor: float) -> PlanningTask:
         """Return the task on a device on which all but copies takes ``factor`` times as long."""
@@ -333,143 +314,3 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
 def least_plan(task: PlanningTask) -> Found:
     """Return the plan with the least predicted peak; the same on every rank."""
     return found_by_rank_0(lambda: least_peak(task.profile, task.fixed, task.limits()))
-
-
-LEAST_GAIN = 0.02
-"""A bucket's plan is used if its predicted step is shorter than under the larger plan by this share."""
-
-
-@dataclass
-class ShapeBucket:
-    """A bucket: batches of about the same size, in the stable phase.
-
-    Args:
-        edge: the largest size in it.
-        least_tokens, most_tokens: tokens of its smallest and its largest batch so far.
-        batches: how many batches it had so far.
-        plan: its own plan; ``None``: it shares the plan of the next larger bucket that has one.
-        predicted: prediction of its own plan for a batch of the size ``edge``.
-        shared_ms: predicted time of such a step under the shared plan; ``None``: no plan was searched.
-        dropped: whether its plan was dropped, because it missed the budget or could not be put on.
-    """
-
-    edge: BatchSize
-    least_tokens: int
-    most_tokens: int
-    batches: int = 0
-    plan: MemoryPlan | None = None
-    predicted: Prediction | None = None
-    shared_ms: float | None = None
-    dropped: bool = False
-
-
-class BucketPlans:
-    """Chooses the plan for each batch: that of ``largest``, on the model at first, or a smaller one.
-
-    Attributes:
-        planning_s: seconds that each search took.
-    """
-
-    def __init__(self, run: Run, task: PlanningTask, largest: Trial) -> None:
-        assert run.applied is not None
-        assert task.size is not None
-        self._run, self._task, self._top, self._largest = run, task, task.size, run.applied
-        tokens = task.size.tokens
-        top = ShapeBucket(task.size, tokens, tokens, 0, largest.plan, largest.prediction)
-        self._buckets: dict[BatchSize, ShapeBucket] = {task.size: top}
-        self._applied: dict[BatchSize, AppliedPlan] = {task.size: run.applied}
-        self._waiting: list[ShapeBucket] = []
-        self._used: set[BatchSize] = set()
-        planned = largest.plan.rows != task.fixed.rows
-        self._searches = planned and not task.profile.compiled_layers
-        self.planning_s: list[float] = []
-
-    @property
-    def buckets(self) -> tuple[ShapeBucket, ...]:
-        return tuple(sorted(self._buckets.values(), key=lambda bucket: bucket.edge, reverse=True))
-
-    def serve(self, size: BatchSize) -> None:
-        """Put on the plan for a batch of ``size``, which must not exceed the size of the largest plan."""
-        edge = bucket_of(size, self._top)
-        bucket = self._buckets.get(edge)
-        if bucket is None:
-            bucket = self._buckets[edge] = ShapeBucket(edge, size.tokens, size.tokens)
-            if self._searches and len(self._buckets) <= MOST_BUCKETS:
-                self._waiting.append(bucket)
-        bucket.batches += 1
-        bucket.least_tokens = min(bucket.least_tokens, size.tokens)
-        bucket.most_tokens = max(bucket.most_tokens, size.tokens)
-        self._use(self._serving(edge))
-
-    def use_largest(self) -> None:
-        self._run.suspend_for(self._largest)
-
-    def step_ended(self) -> None:
-        self._used = set()
-        waiting, self._waiting = self._waiting, []
-        for bucket in waiting:
-            self._search(bucket)
-
-    def drop_used(self) -> bool:
-        """Drop the smaller buckets' plans under which this step missed the budget; return whether any."""
-        used = self._used - {self._top}
-        self._used = set()
-        if not used:
-            return False
-        self.use_largest()
-        for edge in sorted(used):
-            self._drop(self._buckets[edge])
-        return True
-
-    def _serving(self, edge: BatchSize) -> ShapeBucket:
-        fitting = [item for item in self._buckets.values() if item.plan and item.edge.covers(edge)]
-        return min(fitting, key=lambda item: item.edge)
-
-    def _use(self, bucket: ShapeBucket) -> None:
-        applied = self._applied.get(bucket.edge)
-        if applied is None and bucket.plan is not None:
-            try:
-                applied = self._applied[bucket.edge] = self._run.suspend_for(bucket.plan)
-            except ActSwapError as error:
-                self._run.log.warning("%s: %s", _name(bucket), error)
-                self._drop(bucket)
-        self._run.suspend_for(applied or self._largest)
-        self._used.add(bucket.edge if applied else self._top)
-
-    def _drop(self, bucket: ShapeBucket) -> None:
-        bucket.plan, bucket.predicted, bucket.dropped = None, None, True
-        applied = self._applied.pop(bucket.edge, None)
-        if applied is not None:
-            self._run.drop(applied)
-            said = "%s: its plan missed the budget; from now on a larger one serves it"
-            self._run.log.info(said, _name(bucket))
-
-    def _search(self, bucket: ShapeBucket) -> None:
-        task, larger = self._task, self._serving(bucket.edge).plan
-        if larger is None:
-            return
-        started = time.perf_counter()
-        try:
-            found = task.plan_at(bucket.edge)
-            bucket.shared_ms = predict(task.at(bucket.edge), larger).step_ms
-        except ActSwapError as error:
-            self._run.log.info("%s: shares a larger plan: %s", _name(bucket), error)
-            return
-        finally:
-            self.planning_s.append(time.perf_counter() - started)
-        pays = found.prediction.step_ms <= (1 - LEAST_GAIN) * bucket.shared_ms
-        if pays:
-            bucket.plan, bucket.predicted = found.plan, found.prediction
-        self._run.log.info(
-            "%s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
-            _name(bucket),
-            "a plan of its own" if pays else "shares a larger plan",
-            gib_text(found.prediction.peak_bytes),
-            found.prediction.step_ms,
-            bucket.shared_ms,
-            self.planning_s[-1],
-        )
-
-
-def _name(bucket: ShapeBucket) -> str:
-    return f"batches of up to {bucket.edge.tokens:,} tokens"

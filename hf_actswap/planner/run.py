@@ -20,7 +20,7 @@ from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats
 from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
-from ..errors import ActSwapError, PlanError, Problem
+from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, Scope, Tile
 from ..plan.dry_run import is_dry
@@ -147,10 +147,8 @@ class Run:
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: ExitStack = field(default_factory=ExitStack)
-    _plans: list[AppliedPlan] = field(default_factory=list)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: ExitStack = field(default_factory=ExitStack)
-    _guards: ExitStack = field(default_factory=ExitStack)
     _past: SwapStats = field(default_factory=SwapStats)
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
@@ -177,8 +175,8 @@ class Run:
     def stats(self) -> SwapStats:
         """Return totals over all plans so far; values that are not totals are those of the current plan."""
         total = self._past
-        for applied in sorted(self._plans, key=lambda item: item is self.applied):
-            total += applied.stats()
+        if self.applied is not None:
+            total += self.applied.stats()
         return total if self.weights is None else total.with_weights(self.weights.stats() - self._of_weights)
 
     def check_layers(self) -> None:
@@ -236,7 +234,7 @@ class Run:
 
     @uninterrupted()
     def weights_to_host(self) -> None:
-        """Take all plans off, and keep frozen weights of layers on the host; call it between two forwards.
+        """Take the plan off, and keep frozen weights of layers on the host; call it between two forwards.
 
         Raises:
             PlanError: there is too little host memory.
@@ -259,8 +257,8 @@ class Run:
         self.fixed = fixed
 
     @uninterrupted()
-    def replace_plans(self, plan: MemoryPlan | None, guarded: bool) -> None:
-        """Take all plans off the model, and put ``plan`` on; ``None``: nothing is swapped or recomputed.
+    def replace_plan(self, plan: MemoryPlan | None, guarded: bool) -> None:
+        """Take the plan off the model, and put ``plan`` on; ``None``: nothing is swapped or recomputed.
 
         ``guarded``: ops survive running out of memory meanwhile, which costs host time.
         """
@@ -269,52 +267,12 @@ class Run:
         structure = self.training.structure
         empty = MemoryPlan((), len(structure.layers), structure.family)
         self.applied = self._put(empty if plan is None else plan)
-        self._plans = [self.applied]
         self.wrap()
         self.set_guard(guarded)
-
-    @uninterrupted()
-    def suspend_for(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
-        """Let another plan act from the next forward on, and suspend the current one; if it cannot, that one
-        stays on.
-
-        Graphs that still live keep to the plan under which they were made. Call this before the module's
-        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs. ``plan``
-        is a suspended plan, or a new one, which then stays beside the others until `take_off`.
-        """
-        before = self.applied
-        if plan is before:
-            return before
-        self._guards.close()
-        if before is not None:
-            before.suspend()
-        try:
-            if isinstance(plan, MemoryPlan):
-                self.applied = self._put(plan)
-                self._plans.append(self.applied)
-            else:
-                plan.set_pack_handler(self.pack_handler)  # its hooks are there even if nothing is swapped
-                plan.resume()
-                self.applied = plan
-        except ActSwapError:
-            if before is not None:
-                before.set_pack_handler(self.pack_handler)
-                before.resume()
-            raise
-        finally:
-            self._guard_calls()
-            self.set_guard(self.guarded)
-        return self.applied
 
     def _put(self, plan: MemoryPlan) -> AppliedPlan:
         # Checksums would count in the memory and the time of a trial: `Stable` switches them on.
         return self.put(replace(plan, tiles=self.fixed.tiles, verify="off"), self.pack_handler)
-
-    def drop(self, applied: AppliedPlan) -> None:
-        """Take a suspended plan off for good, and keep what it counted."""
-        self._plans.remove(applied)
-        self._past += applied.stats()
-        applied.remove()
 
     @uninterrupted()
     def watch(self, before: Before, wrapper: Callable[[nn.Module], Wrapper]) -> None:
@@ -339,16 +297,18 @@ class Run:
 
     @uninterrupted()
     def take_off(self) -> None:
-        """Take all plans off, the newest first, and keep what they counted."""
+        """Take the plan off, and keep what it counted."""
         self.unwrap()
-        self.applied = None
-        for applied in reversed(list(self._plans)):
-            self.drop(applied)
+        applied, self.applied = self.applied, None
+        if applied is not None:
+            self._past += applied.stats()
+            applied.remove()
 
     @uninterrupted()
     def wrap(self) -> None:
         """Guard compiled modules' calls and install what `watch` was given, outside all wrappers so far."""
-        self._guard_calls()
+        for undo in guard_compiled(self.guard, list(self.training.model.modules())):
+            self._around.callback(undo)
         for put in self._watching:
             for undo in put():
                 self._around.callback(undo)
@@ -357,11 +317,6 @@ class Run:
     def unwrap(self) -> None:
         """Undo `wrap`, which must happen before inner wrappers are taken off. Safe to call again."""
         self._around.close()
-        self._guards.close()
-
-    def _guard_calls(self) -> None:
-        for undo in guard_compiled(self.guard, list(self.training.model.modules())):
-            self._guards.callback(undo)
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states that are on the device between its steps."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ..engine.agreement import from_all_ranks, world_size
 from ..engine.stats import gib_text
 from .oom_guard import Failure
-from .planning import BucketPlans
+from .recorded_step import BatchSize
 from .run import Run
-from .shape_buckets import BatchSize
 
 CHECK_STEPS = 16
 MOST_PLANS = 8
@@ -21,7 +20,6 @@ class Stable:
         plans: how many plans were made so far.
         stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
             make the planner plan anew.
-        smaller: the plans of smaller batches; ``None``: there are none.
 
     Attributes:
         missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
@@ -37,9 +35,8 @@ class Stable:
         size: BatchSize | None,
         plans: int,
         stays_guarded: bool = False,
-        smaller: BucketPlans | None = None,
     ) -> None:
-        self._run, self._budget_bytes, self._size, self.smaller = run, budget_bytes, size, smaller
+        self._run, self._budget_bytes, self._size = run, budget_bytes, size
         self._may_plan = plans < MOST_PLANS
         self._steps = 0
         self._larger = self._larger_now = False
@@ -57,15 +54,9 @@ class Stable:
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        planned, smaller = self._size, self.smaller
+        planned = self._size
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
-        fits = planned is None or size is None or planned.covers(size)
-        if smaller is not None:
-            if size is None or not fits or self._run.guarded:
-                smaller.use_largest()
-            else:
-                smaller.serve(size)
-        if not fits:
+        if planned is not None and size is not None and not planned.covers(size):
             if not self._larger:
                 self._run.log.info(
                     "a batch of %s is larger than what is planned for: this step runs under the guard", shape
@@ -74,8 +65,7 @@ class Stable:
             self._run.set_guard(True)
 
     def ran_out(self, failure: Failure) -> None:
-        if self.smaller is None or not self.smaller.drop_used():
-            self.missed_by_bytes = max(self.missed_by_bytes, failure.missing_bytes or 1)
+        self.missed_by_bytes = max(self.missed_by_bytes, failure.missing_bytes or 1)
         self._run.set_guard(True)
 
     def step_ended(self) -> bool:
@@ -87,15 +77,11 @@ class Stable:
             over_bytes = self._run.meter.peak_bytes() - self._budget_bytes
             if self._steps == 1 and self.plan is not None and self.plan.verify != "off":
                 over_bytes = 0  # checksums are bytes of this step alone
-            if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
-                self._run.meter.give_back()  # what that plan held is not the next one's peak
-            elif not self._larger_now:  # a larger batch's peak says nothing about the plan
+            if not self._larger_now:  # a larger batch's peak says nothing about the plan
                 self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
             if self._run.guarded:
                 self._run.set_guard(False)
         self._larger_now = False
-        if self.smaller is not None:
-            self.smaller.step_ended()
         if not self._may_plan or not (world_size() == 1 or self._steps % CHECK_STEPS == 0):
             return False
         needs = from_all_ranks((self._larger, self.missed_by_bytes))

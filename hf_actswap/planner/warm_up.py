@@ -22,9 +22,9 @@ from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.wrappers import called_modules, uncompiled
 from .profile import Profile
 from .record.recorder import DeviceClock, StepRecorder
+from .recorded_step import ModuleName, ModuleWeights, RecordedStep
 from .run import Run
 from .search.compiled_frontier import variants_of
-from .shape_buckets import ModuleName, ModuleWeights, RecordedStep
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class WarmUp:
     def _next(self) -> None:
         run = self._run
         if self._steps_left > 2:
-            run.replace_plans(None, guarded=True)
+            run.replace_plan(None, guarded=True)
             return
         run.take_off()
         run.set_guard(True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,7 @@ from hf_actswap import apply
 from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.planner import BudgetError, Planner, planning, stable
+from hf_actswap.planner import BudgetError, Planner, stable
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
 from tests.planner.simulated_device import on_device
@@ -185,8 +185,7 @@ def batches_of_different_length(steps: int = 8) -> Results:
     plain = train(ddp, None, steps, shape=shape)
     budget = 0.7 * max(peaks_of_all(plain))
     memory = {"mode": "smart_swap", "budget_gib": budget / GIB}
-    with least_gain(1):  # nothing is fast enough for a plan of its own, whatever was measured
-        return {"plain": plain, "planned": train(ddp, memory, steps, shape=shape)}
+    return {"plain": plain, "planned": train(ddp, memory, steps, shape=shape)}
 
 
 def lengths_that_take_turns(steps: int = 16) -> Results:
@@ -197,22 +196,11 @@ def lengths_that_take_turns(steps: int = 16) -> Results:
         return BATCH, LENGTH // 3 if short else LENGTH
 
     found: Results = {}
-    with least_gain(0):
-        for wrap in (ddp, fsdp2):
-            plain = found[f"plain {wrap.__name__}"] = train(wrap, None, steps, shape=shape)
-            memory = {"mode": "adaptive", "budget_gib": 0.6 * max(peaks_of_all(plain)) / GIB}
-            found[f"planned {wrap.__name__}"] = train(wrap, memory, steps, shape=shape)
+    for wrap in (ddp, fsdp2):
+        plain = found[f"plain {wrap.__name__}"] = train(wrap, None, steps, shape=shape)
+        memory = {"mode": "adaptive", "budget_gib": 0.6 * max(peaks_of_all(plain)) / GIB}
+        found[f"planned {wrap.__name__}"] = train(wrap, memory, steps, shape=shape)
     return found
-
-
-@contextmanager
-def least_gain(share: float) -> Iterator[None]:
-    """Plans of smaller batches must be faster by ``share``."""
-    before, planning.LEAST_GAIN = planning.LEAST_GAIN, share
-    try:
-        yield
-    finally:
-        planning.LEAST_GAIN = before
 
 
 def no_budget_is_enough() -> Results:

@@ -45,7 +45,7 @@ class Trained:
         recomputes, rows: of each step that the planner watched: regions run again, and the plan's rows.
         planner: after the last step; its plan has been removed.
         plan_rows: of the plan that was on at the end.
-        buckets, guarded: of the planner at the end.
+        guarded: of the planner at the end.
         weights: at the end.
     """
 
@@ -56,7 +56,6 @@ class Trained:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     planner: Planner | None = None
     plan_rows: tuple[Any, ...] = ()
-    buckets: tuple[Any, ...] = ()
     guarded: bool = False
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -131,7 +130,7 @@ def train(
         finally:
             if planner is not None:
                 trained.planner, trained.plan_rows = planner, planner.plan.rows
-                trained.buckets, trained.guarded = planner.buckets, planner.final_plan is None
+                trained.guarded = planner.final_plan is None
                 planner.remove()
     trained.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return trained

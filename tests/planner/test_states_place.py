@@ -11,6 +11,7 @@ from hf_actswap.config import MemoryConfig
 from hf_actswap.plan import MemoryPlan
 from hf_actswap.planner import Limits, Prediction, Profile, find_plan, predict
 from hf_actswap.planner.planning import PlanningTask, best_plans, states_in_passing
+from hf_actswap.planner.recorded_step import RecordedStep
 from hf_actswap.planner.search.find_plan import least_peak_bytes
 from hf_actswap.planner.search.states_place import (
     WholeStep,
@@ -18,7 +19,6 @@ from hf_actswap.planner.search.states_place import (
     with_states_in_passing,
     with_states_on_host,
 )
-from hf_actswap.planner.shape_buckets import RecordedStep
 from hf_actswap.planner.states.optimizer_states import part_bytes
 
 from .search_profiles import MIB, link_of, llama_layer, profile_of

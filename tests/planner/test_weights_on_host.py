@@ -27,8 +27,8 @@ from hf_actswap.planner import BudgetError, Planner, profile_from_shapes
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.planning import agreed_task, best_plans, weights_pay
 from hf_actswap.planner.profile import Prediction, Profile
+from hf_actswap.planner.recorded_step import RecordedStep
 from hf_actswap.planner.search.find_plan import least_peak_bytes
-from hf_actswap.planner.shape_buckets import RecordedStep
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
 

@@ -1,8 +1,4 @@
-"""Sizes of batches, their rounding to a few buckets, and a recorded step scaled to another batch size.
-
-A **bucket** is named by its upper edge: sizes are rounded up to a geometric grid of at most `MOST_BUCKETS`
-edges, of which the largest is the size that is planned for. So a plan found for the edge fits every batch of
-the bucket. A batch of the recorded shape is in the top bucket.
+"""Sizes of batches, and a recorded step scaled to another batch size.
 
 A scaled profile predicts no less memory than the new size needs, as far as a profile can tell:
 
@@ -27,10 +23,6 @@ from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
 from .profile import Places, Profile
 from .record.shapes import with_link_beside_weights
-
-MOST_BUCKETS = 6
-_RATIO = 0.5**0.5
-"""Ratio of two neighbouring edges: above the lowest, a plan is for at most 1.42 times a batch's tokens."""
 
 ModuleName = tuple[Scope | None, str]
 """The name of a module: its scope, and its path inside the scope."""
@@ -76,19 +68,6 @@ class BatchSize:
         if other is None:
             return self
         return BatchSize(max(self.tokens, other.tokens), max(self.pairs, other.pairs))
-
-
-def bucket_of(size: BatchSize, top: BatchSize) -> BatchSize:
-    """Return the upper edge of the bucket of a size that ``top`` covers.
-
-    The grid of pairs has the ratio of tokens squared, so that a longer sequence is rounded alike in both.
-    """
-    return BatchSize(_edge(size.tokens, top.tokens, _RATIO), _edge(size.pairs, top.pairs, _RATIO**2))
-
-
-def _edge(value: int, top: int, ratio: float) -> int:
-    edges = (int(top * ratio**number) for number in reversed(range(MOST_BUCKETS)))
-    return next((edge for edge in edges if edge >= value), top)
 
 
 @dataclass(frozen=True)

@@ -497,7 +497,7 @@ class Region:
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
         self._counters = counters
-        leaves, self._spec = tree_flatten((args, kwargs))
+        leaves, self._spec = _flattened(args, kwargs)
         self.leaves, self._ticket_of = leaves, input_ticket_of
         self._holds_inputs = False
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
@@ -627,11 +627,37 @@ class Region:
             torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack),
         ):
             try:
-                args, kwargs = tree_unflatten(leaves, self._spec)
+                args, kwargs = _put_together(leaves, self._spec)
                 result = self.state.run(self.function, *args, **kwargs)
             except AllCaught:
                 result = None
         return catcher.complete(), result
+
+
+_Flat = tuple[int, tuple[str, ...]]
+"""How many of the leaves are positional arguments, and the names of the others."""
+
+_ATOMS = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Flat | TreeSpec]:
+    """Return the leaves of the arguments of a call, and what puts them together again.
+
+    Most arguments are flat. A `TreeSpec` of them would be some ten objects that live until backward, and with
+    their number Python's garbage collector runs more often.
+    """
+    leaves = [*args, *kwargs.values()]
+    if _ATOMS.issuperset(map(type, leaves)):
+        return leaves, (len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+def _put_together(leaves: list[Any], spec: _Flat | TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(spec, TreeSpec):
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+    count, names = spec
+    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
 
 
 @dataclass(slots=True)

@@ -183,14 +183,15 @@ class CallState:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
             for kind in sorted({"cpu", device.type})
         )
-        self._settings = [read() for read, _ in _SETTINGS]
-        self._modes = _modes_of_the_program()
+        # Tuples: a list each for every recomputed call would have Python's garbage collector run more often.
+        self._settings = tuple([read() for read, _ in _SETTINGS])
+        self._modes = tuple(_modes_of_the_program())
         self._context = copy_context()
         self._device = device
         self._random = random_state(device) if random else None
-        self._generators = [
-            (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
-        ]
+        self._generators = tuple(
+            [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+        )
 
     @contextmanager
     def autocast_restored(self) -> Iterator[None]:
@@ -208,7 +209,7 @@ class CallState:
     def settings_restored(self) -> Iterator[None]:
         """Run under the settings of the process, and the function modes, of this state."""
         with ExitStack() as stack:
-            now = [read() for read, _ in _SETTINGS]
+            now = tuple([read() for read, _ in _SETTINGS])
             if now != self._settings:
                 stack.callback(_put_settings, now)
                 _put_settings(self._settings)

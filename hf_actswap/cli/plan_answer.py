@@ -42,6 +42,7 @@ from .plan_summary import (
     assumptions,
     budget_text,
     host_need,
+    host_note,
     output_note,
     states_note,
     use_line,
@@ -133,7 +134,7 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
         yield memory_table(found.parts)
     yield from costly_fates_note(found.steps)
     yield ALONE if recorded is None else recorded.described()
-    yield from listed([*assumptions(found.subject, found.step), *output_note(found)])
+    yield from listed([*assumptions(found.subject, found.step), *output_note(found), *host_note(found)])
     if asked.save is not None:
         yield f"Written to {asked.save}."
     yield use_line(found, asked.save)

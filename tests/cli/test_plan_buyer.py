@@ -247,6 +247,17 @@ def test_a_loop_that_holds_the_output_has_the_logits_too() -> None:
     assert measured_peak_bytes(with_workspaces) - on_paper == 64 * MIB
 
 
+def test_a_step_that_is_short_for_its_operators_may_wait_for_the_host(run: Run, tiny: Path) -> None:
+    short = words(run("plan", tiny, *STEP, "--device", "H100").out)
+    found = re.search(r"Autograd records ([\d,]+) operators; if the host needs more than (\d+) us", short)
+    assert found is not None
+    operators, each_us = (int(number.replace(",", "")) for number in found.groups())
+    assert operators > 50
+    assert 0 <= each_us < 100
+    long = run("plan", tiny, "--seq", "4096", "--batch", "4096", "--device", "H100")
+    assert "The host's time" not in long.out
+
+
 def test_autocast_is_that_of_trl(run: Run, tiny: Path) -> None:
     asked = ("check", "swap_config: {swap: true}", "-m", tiny, "--seq", "8", "--json")
     assert run(*asked).document["step"]["autocast"] == "bf16"

@@ -266,13 +266,11 @@ class Run:
         self.meter.give_back()
         structure = self.training.structure
         empty = MemoryPlan((), len(structure.layers), structure.family)
-        self.applied = self._put(empty if plan is None else plan)
+        # Checksums would count in the memory and the time of a trial: `Stable` switches them on.
+        put = replace(empty if plan is None else plan, tiles=self.fixed.tiles, verify="off")
+        self.applied = self.put(put, self.pack_handler)
         self.wrap()
         self.set_guard(guarded)
-
-    def _put(self, plan: MemoryPlan) -> AppliedPlan:
-        # Checksums would count in the memory and the time of a trial: `Stable` switches them on.
-        return self.put(replace(plan, tiles=self.fixed.tiles, verify="off"), self.pack_handler)
 
     @uninterrupted()
     def watch(self, before: Before, wrapper: Callable[[nn.Module], Wrapper]) -> None:

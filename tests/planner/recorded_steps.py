@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from hf_actswap import model_structure
+from hf_actswap.engine.install import put_tiles, tile_parts
+from hf_actswap.plan import MemoryPlan
 from hf_actswap.planner import CountingMeter, Profile, StepRecorder
 from hf_actswap.planner.profile import Places, lifetimes, saved_on_device
 from tests.engine.tiny_models import batch, tiny, tiny_llama, tiny_neox
@@ -110,3 +113,14 @@ def assert_events_partition(profile: Profile) -> None:
     places = [op_event.backward_place for op_event in profile.op_events if op_event.backward_place >= 0]
     assert places == sorted(places, reverse=True), "backward does not run in reverse"
     assert len(set(places)) == len(places)
+
+
+@contextmanager
+def tiled(model: Any, plan: MemoryPlan) -> Iterator[None]:
+    structure = model_structure(model)
+    undo = put_tiles(model, tile_parts(model, plan.tiles, structure, None), structure)
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()

@@ -18,13 +18,13 @@ from transformers.models.llama import modeling_llama
 
 from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.engine.install import put_tiles, tile_parts
 from hf_actswap.plan import ModelStructure, repeated_layers
 from hf_actswap.plan.repeated_layers import repeat_of
 from hf_actswap.plan.saved_bytes import SavedBytes
 from hf_actswap.plan.wrappers import without_cache
 from hf_actswap.planner import Profile, profile_from_shapes
 from tests.parallel.patched_models import FAMILIES, configuration_of_depth
+from tests.planner.recorded_steps import tiled
 
 LAYERS = 14
 EVERY_TIME = ("llama", "gemma2", "deepseek_v3", "gpt2")
@@ -44,9 +44,12 @@ def all_layers_run() -> Iterator[None]:
 
 def records_of(model: nn.Module, **settings: Any) -> Records:
     structure = model_structure(model)
-    batch = {name: torch.empty((2, 16), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
-    saved = record_saved(model, structure, kwargs=batch)
-    return structure, saved, profile_from_shapes(model, structure, batch, "H100", **settings)
+    saved = record_saved(model, structure, kwargs=meta_batch())
+    return structure, saved, profile_from_shapes(model, structure, meta_batch(), "H100", **settings)
+
+
+def meta_batch() -> dict[str, torch.Tensor]:
+    return {name: torch.empty((2, 16), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
 
 
 def assert_same(model: nn.Module, around: AbstractContextManager[Any] | None = None, **settings: Any) -> None:
@@ -129,12 +132,9 @@ def test_a_few_layers_run_beside_a_loss_in_tiles(monkeypatch: pytest.MonkeyPatch
     ran = layers_that_run(monkeypatch)
     structure = model_structure(model)
     plan = resolve_plan(load_config({"tile_config": {"loss": {"tokens": 8}}}), structure)
-    batch = {name: torch.empty((2, 16), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
-    ran.clear()
-    undo = put_tiles(model, tile_parts(model, plan.tiles, structure, None), structure)
-    profile = profile_from_shapes(model, structure, batch, "H100")
-    for restore in undo:
-        restore()
+    with tiled(model, plan):
+        ran.clear()
+        profile = profile_from_shapes(model, structure, meta_batch(), "H100")
     assert ran == [*FEW, *FEWER]
     assert profile.num_layers == 40
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_actswap import apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine.install import put_tiles, tile_parts
 from hf_actswap.plan import MemoryPlan
 from hf_actswap.planner import predict, profile_from_shapes
 from tests.engine.tiny_models import tiny_llama
@@ -22,6 +19,7 @@ from tests.planner.recorded_steps import (
     measured_peak_bytes,
     recorded,
     step,
+    tiled,
 )
 from tests.quick_cases import quick_first
 
@@ -47,17 +45,6 @@ def made() -> LlamaForCausalLM:
 def planned(model: Any, tiles: dict[str, Any], recompute: bool = False) -> MemoryPlan:
     document = {"tile_config": tiles, "recompute_config": {"recompute": recompute}}
     return resolve_plan(load_config(document), model_structure(model))
-
-
-@contextmanager
-def tiled(model: Any, plan: MemoryPlan) -> Iterator[None]:
-    structure = model_structure(model)
-    undo = put_tiles(model, tile_parts(model, plan.tiles, structure, None), structure)
-    try:
-        yield
-    finally:
-        for restore in undo:
-            restore()
 
 
 def counted_peak_bytes(model: Any, plan: MemoryPlan, call: dict[str, Any]) -> int:

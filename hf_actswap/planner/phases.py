@@ -30,7 +30,8 @@ Where batches differ in size, a step's time is scaled, by tokens, to the planned
 compared with the prediction for its own size. If a batch is larger, the planner plans for that batch from
 then on, and earlier trials count no longer.
 
-**Stable**: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
+**Stable**: the plan runs as any other, and nothing is profiled. Where ``search_steps`` ended its trial after
+a single step, the first step here is guarded too. Two checks cost microseconds.
 
 * The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
   under this plan. A larger one runs under the guard; after its step the planner plans anew.
@@ -784,10 +785,12 @@ class Planner:
                 "guard, which costs time",
                 gib_text(budget),
             )
+        # What the allocator holds after one step lies otherwise in the next.
+        guarded = not fits or len(best.steps) < STEPS_PER_TRIAL
         if best is search.trials[-1] and run.applied is not None:
-            run.set_guard(not fits)  # it is on the model, and its memory is there
+            run.set_guard(guarded)  # it is on the model, and its memory is there
         else:
-            run.replace_plan(best.plan, guarded=not fits)
+            run.replace_plan(best.plan, guarded)
         micro_batches = best.steps[-1].micro_batches
         self._predicted_ms = self._states_ms or whole_step(task.profile, best.prediction, micro_batches).ms
         self.outcome = self._outcome(search)

@@ -78,7 +78,8 @@ class Stable:
             if self._steps == 1 and self.plan is not None and self.plan.verify != "off":
                 over_bytes = 0  # checksums are bytes of this step alone
             if not self._larger_now:  # a larger batch's peak says nothing about the plan
-                self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
+                wanted_bytes = self._run.guard.missing_bytes if self._run.guarded else 0
+                self.missed_by_bytes = max(self.missed_by_bytes, over_bytes, wanted_bytes)
             if self._run.guarded:
                 self._run.set_guard(False)
         self._larger_now = False

@@ -120,6 +120,14 @@ def test_memory_enough_means_nothing_is_done(unplanned: Trained) -> None:
     assert found.losses == unplanned.losses
 
 
+def test_after_a_trial_of_one_step_the_next_is_guarded_too(unplanned: Trained) -> None:
+    memory = {"mode": "adaptive", "budget_gib": 2 * unplanned.peak_bytes / GIB, "search_steps": 1}
+    for steps, guarded in ((3, True), (4, False)):
+        found = train(tiny_llama, memory, steps=steps)
+        assert found.phases[:3] == ["warm-up", "warm-up", "search"]
+        assert (found.planner.phase, found.guarded) == ("stable", guarded)
+
+
 def test_fates_written_by_hand_stay(unplanned: Trained) -> None:
     written = {"recompute_config": {"select_recompute": {"feed_forward": [2]}}}
     found = train(

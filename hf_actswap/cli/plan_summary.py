@@ -222,6 +222,11 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory "
             f"and time are counted. All other weights {others}"
         )
+        if subject.quantize == "8bit":
+            yield (
+                "bitsandbytes itself holds the inputs of 8-bit layers until backward, so that to swap them "
+                "would free nothing: the planner swaps none."
+            )
     if paged := paged_bytes(subject, step):
         yield (
             f"{size_text(paged)} of the optimizer's states are in pages that the driver moves to "

@@ -315,6 +315,8 @@ def planned(
     paged = paged_bytes(found, step)
     if paged and memory.host_memory_gib is not None:
         memory = replace(memory, host_memory_gib=max(memory.host_memory_gib - paged / GIB, 0))
+    if found.quantize == "8bit":  # `Linear8bitLt` holds what would be swapped
+        memory = replace(memory, swap_bucket_size=0)
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)

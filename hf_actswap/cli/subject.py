@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -180,22 +180,76 @@ def model_on_meta(asked: ModelRequest) -> nn.Module:
     """Return the model in training mode on ``meta``, with its adapters (`random_model`)."""
     meta = torch.device("meta")
     model = random_model(asked.name, asked.dtype, meta, trust_remote_code=asked.trust_remote_code)
+    quantised = [] if asked.quantize is None else _quantised_linears(model)
     if asked.prepared:
-        prepare_kbit(model)
+        prepare_kbit(model, quantised)
+    for linear in quantised:
+        linear.__class__ = Linear8bitLt if asked.quantize == "8bit" else Linear4bit
     return model if asked.lora is None else _adapted(model, asked.lora, meta)
 
 
-def prepare_kbit(model: Any) -> None:
-    """Make fp32 what is not quantised, as ``prepare_model_for_kbit_training`` does (``peft/utils/other.py``).
-
-    bitsandbytes quantises the linear layers, but not the head (``get_keys_to_not_convert`` in transformers).
-    """
+def _quantised_linears(model: Any) -> list[nn.Linear]:
+    """Return the linear layers but for the head (``get_keys_to_not_convert`` in transformers)."""
     head = model.get_output_embeddings()
-    linears = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
-    quantised = {id(linear.weight) for linear in linears}
+    return [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def prepare_kbit(model: nn.Module, quantised: Iterable[nn.Linear]) -> None:
+    """Make all other weights fp32, as ``prepare_model_for_kbit_training`` does (``peft/utils/other.py``)."""
+    stays = {id(linear.weight) for linear in quantised}
     for weight in model.parameters():
-        if id(weight) not in quantised:
+        if id(weight) not in stays:
             weight.data = weight.data.float()
+
+
+class _LinearWithSavedInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        input, weight = ctx.saved_tensors
+        return (gradients[0].to(weight.dtype) @ weight).to(input.dtype), None, None
+
+
+class Linear8bitLt(nn.Linear):
+    """Returns its input's type, and keeps its input until backward, as bitsandbytes' layer of this name does.
+
+    There it is an attribute of the graph's node (``MatMul8bitLt``), which no hook of saved tensors sees: what
+    recomputation drops goes, but to swap it would free nothing.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _LinearWithSavedInput.apply(input, self.weight, self.bias)
+        return result
+
+
+class Linear4bit(nn.Linear):
+    """Computes in the weight's type and returns its input's, as bitsandbytes' layer of this name does.
+
+    Behind a norm in fp32 (`prepare_kbit`), all that the layer returns is in fp32, also under autocast.
+    PEFT's adapter of it copies the result (``peft/tuners/lora/bnb.py``).
+    """
+
+    adapted = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result = super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        return result.clone() if self.adapted else result
+
+
+def quantised_weights(model: nn.Module) -> list[torch.Tensor]:
+    """Return the weights of a model of `model_on_meta` that are stored in four or eight bits."""
+    layers = (module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt))
+    return [layer.weight for layer in layers]
+
+
+def _cast_without_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast the input of an adapter of a quantised layer, as PEFT does it (``requires_conversion``)."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
@@ -220,6 +274,13 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
         raise ModelError(
             [Problem("--lora", "modules that PEFT can adapt", str(error)[:300], hint)]
         ) from error
+    adapters: Iterable[Any] = adapted.modules()
+    for adapter in adapters:
+        base = getattr(adapter, "base_layer", None)
+        if isinstance(base, Linear4bit | Linear8bitLt):
+            adapter._cast_input_dtype = _cast_without_autocast
+        if isinstance(base, Linear4bit):
+            base.adapted = True
     return adapted.train()
 
 

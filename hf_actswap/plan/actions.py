@@ -35,7 +35,7 @@ from ..config.validation import Expected
 from ..errors import PlanError, Problem, short_traceback
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 NOT_COMPARED = (
     "the plan does not say for which model it was made (it has no fingerprint): only the layers are compared"
@@ -79,8 +79,14 @@ class Fingerprint:
                 )
 
 
-def fingerprint_of(model: nn.Module, batch_shape: tuple[int, ...] = ()) -> Fingerprint:
-    """Return what is known about a model without wrappers, and a batch."""
+def fingerprint_of(
+    model: nn.Module, batch_shape: tuple[int, ...] = (), quantised: Iterable[Tensor] = ()
+) -> Fingerprint:
+    """Return what is known about a model without wrappers, and a batch.
+
+    ``quantised``: weights that have a floating point type here, and will be stored in bits.
+    """
+    stored = {id(weight) for weight in quantised}
     whole: Any = getattr(model, "config", None)
     config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
     names = "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"
@@ -89,7 +95,7 @@ def fingerprint_of(model: nn.Module, batch_shape: tuple[int, ...] = ()) -> Finge
     trained = []
     for weight in model.parameters():
         trained.append(weight.requires_grad)
-        if weight.is_floating_point():
+        if weight.is_floating_point() and id(weight) not in stored:
             elements[str(weight.dtype).removeprefix("torch.")] += weight.numel()
     family = getattr(whole, "model_type", None)
     return Fingerprint(

@@ -1,0 +1,166 @@
+"""What ``plan`` predicts for a base that bitsandbytes quantises, and what a training with bitsandbytes keeps.
+
+bitsandbytes is not among the tests' packages: without it, the predictions are compared with what was counted
+with bitsandbytes 0.50.2 and PEFT 0.21, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_actswap import apply
+
+from .conftest import Run
+
+pytest.importorskip("scipy")
+peft = pytest.importorskip("peft")
+
+SEQUENCES, TOKENS, WORDS = 2, 128, 512
+COUNTED_BYTES = {
+    ("prepared", "bf16"): 3_347_456,
+    ("prepared", "none"): 3_924_992,
+    ("as it is", "bf16"): 2_102_272,
+    ("as it is", "none"): 3_466_240,
+}
+"""What the layers of `base` save in a step: whether PEFT has prepared it, and autocast."""
+
+SWAP = {"swap_config": {"swap": True, "layer_swap": [{"layers": True, "backward_prefetch": 1}]}}
+MIXES: dict[str, Any] = {
+    "swap": SWAP,
+    "recompute": {"recompute_config": {"recompute": True}},
+    "operators": {"recompute_config": {"select_recompute": {"feed_forward": True, "self_attn": True}}},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "swap.yaml").write_text(
+        "swap_config:\n  swap: true\n  layer_swap:\n    - {layers: true, backward_prefetch: 1}\n"
+    )
+    return folder
+
+
+def predicted(run: Run, base: Path, *options: str, targets: str = "all-linear") -> Any:
+    lora = f"r=8,targets={targets}"
+    asked = ("--seq", TOKENS, "--batch", SEQUENCES, "--device", "H100", "--dtype", "bf16", "--lora", lora)
+    found = run("plan", base, *map(str, asked), *options, "--json").document
+    assert found["ok"], found
+    return found
+
+
+@pytest.mark.parametrize(("prepared", "autocast"), COUNTED_BYTES)
+def test_what_a_four_bit_base_saves(run: Run, base: Path, prepared: str, autocast: str) -> None:
+    options = ["--quantize", "4bit", "--autocast", autocast]
+    options += ["--prepare-kbit"] if prepared == "prepared" else []
+    found = predicted(run, base, str(base / "swap.yaml"), *options)
+    assert found["predicted"]["as written"]["swapped_bytes"] == COUNTED_BYTES[prepared, autocast]
+
+
+def test_nothing_is_swapped_of_what_eight_bit_layers_hold(run: Run, base: Path) -> None:
+    four, nothing = (
+        predicted(run, base, "--quantize", bits, targets="q_proj+k_proj+v_proj")["predicted"]["nothing"]
+        for bits in ("4bit", "8bit")
+    )
+    # Inputs of gate and up, and of down. That of the output's projection is saved by attention.
+    assert nothing["kept_bytes"] - four["kept_bytes"] == 3 * SEQUENCES * TOKENS * (64 + 192) * 2
+    nothing = predicted(run, base, "--quantize", "8bit")["predicted"]["nothing"]
+    budget_gib = (nothing["peak_bytes"] / 0.97 - 2**18) / 2**30  # three hundredths are for fragments
+    found = predicted(run, base, "--quantize", "8bit", "--budget", f"{budget_gib}GiB")
+    planned = found["predicted"]["planned"]
+    assert planned["recomputed_bytes"] > 0
+    assert planned["swapped_bytes"] == 0
+    assert any("the planner swaps none" in line for line in found["assumed"])
+
+
+@pytest.mark.parametrize("prepared", ["prepared", "as it is"])
+def test_a_saved_plan_says_the_type_of_what_is_not_quantised(run: Run, base: Path, prepared: str) -> None:
+    saved = saved_plan(run, base, prepared)
+    assert json.loads(saved.read_text())["fingerprint"]["dtype"] == (
+        "float32" if prepared == "prepared" else "bfloat16"
+    )
+
+
+def saved_plan(run: Run, base: Path, prepared: str) -> Path:
+    """Save a plan that swaps and recomputes, for a quantised base under autocast."""
+    path = base / f"{prepared}.json"
+    options = ["--quantize", "4bit", *(["--prepare-kbit"] if prepared == "prepared" else [])]
+    nothing = predicted(run, base, *options)["predicted"]["nothing"]
+    budget_gib = (nothing["peak_bytes"] - 0.7 * nothing["kept_bytes"]) / 0.97 / 2**30
+    found = predicted(run, base, *options, "--budget", f"{budget_gib}GiB", "--save", str(path))
+    assert found["predicted"]["planned"]["recomputed_bytes"] > 0
+    return path
+
+
+@pytest.fixture
+def seen_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PEFT see the CPU's autocast: it asks for that of the default device, CUDA."""
+    asked = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": asked(kind))
+
+
+def _steps(base: Path, prepared: str, autocast: str, mix: Any) -> Iterator[Any]:
+    """Yield losses, then the last gradients, then what was swapped in a step."""
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=settings, dtype=torch.bfloat16
+    )
+    if prepared == "prepared":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, adapters).train()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer, steps = torch.optim.AdamW(weights, lr=1e-2), 2
+    applied = None if mix is None else apply(model, mix, optimizer=optimizer)
+    for number in range(steps):
+        ids = torch.randint(0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(number))
+        with torch.autocast("cpu", torch.bfloat16) if autocast == "bf16" else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+    yield [weight.grad for weight in weights]
+    if applied is not None:
+        yield applied.stats().offloaded_bytes // steps
+        applied.remove()
+
+
+@pytest.mark.usefixtures("seen_autocast")
+@pytest.mark.parametrize(("prepared", "autocast"), COUNTED_BYTES)
+def test_bitsandbytes_trains_under_a_plan(run: Run, base: Path, prepared: str, autocast: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    mixes, swaps = dict(MIXES), {"swap": COUNTED_BYTES[prepared, autocast]}
+    if autocast == "bf16":
+        mixes["saved"] = saved_plan(run, base, prepared)
+        swaps["saved"] = json.loads(mixes["saved"].read_text())["predicted"]["swapped_bytes"]
+    *losses, gradients = _steps(base, prepared, autocast, None)
+    for name, mix in mixes.items():
+        *found, made, swapped_bytes = _steps(base, prepared, autocast, mix)
+        assert found == losses
+        assert all(torch.equal(*pair) for pair in zip(made, gradients, strict=True))
+        assert swapped_bytes == swaps.get(name, 0)

@@ -72,7 +72,7 @@ from .step import (
     weights_on_host,
     with_states_of,
 )
-from .subject import AnalysedModel, quantised_weights, subject, with_tp
+from .subject import AnalysedModel, quantised_weights, subject, with_stored_names, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
@@ -303,7 +303,8 @@ def _write(path: str, found: SearchResult) -> None:
     model = found.subject.model
     made_for = fingerprint_of(model, (found.step.sequences, found.step.tokens), quantised_weights(model))
     limit = found.budget_bytes if found.memory.budget_gib is not None else None
-    plan = replace(found.plan, fingerprint=made_for, device_memory_bytes=limit)
+    plan = with_stored_names(found.plan, found.subject)
+    plan = replace(plan, fingerprint=made_for, device_memory_bytes=limit)
     document = json.loads(plan.to_json())
     document[PREDICTED] = {
         "model": found.subject.document(),

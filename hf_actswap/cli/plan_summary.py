@@ -224,8 +224,8 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
         )
         if subject.quantize == "8bit":
             yield (
-                "bitsandbytes itself holds the inputs of 8-bit layers until backward, so that to swap them "
-                "would free nothing: the planner swaps none."
+                "bitsandbytes itself holds the inputs of 8-bit layers until backward: none is swapped. "
+                "Where it recomputes ops in place of whole layers, these inputs stay, and more is needed."
             )
     if paged := paged_bytes(subject, step):
         yield (

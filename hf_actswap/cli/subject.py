@@ -24,7 +24,7 @@ from ..config import ActSwapConfig
 from ..config.hub import HubOptions, fetch, split_hub_id
 from ..errors import ActSwapError, Problem
 from ..parallel import patch_model, tensor_parallel_group
-from ..plan import ModelStructure, model_structure
+from ..plan import MemoryPlan, ModelStructure, model_structure
 from ..plan.wrappers import without_cache
 from ..planner.profile import Profile
 from .options import DtypeName, Lora, ModelRequest, QuantizeName
@@ -218,8 +218,8 @@ class _LinearWithSavedInput(torch.autograd.Function):
 class Linear8bitLt(nn.Linear):
     """Returns its input's type, and keeps its input until backward, as bitsandbytes' layer of this name does.
 
-    There it is an attribute of the graph's node (``MatMul8bitLt``), which no hook of saved tensors sees: what
-    recomputation drops goes, but to swap it would free nothing.
+    There it is an attribute of the graph's node (``MatMul8bitLt``), which no hook of saved tensors sees: to
+    swap it would free nothing. It goes where the layer itself is recomputed.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -245,6 +245,22 @@ def quantised_weights(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of a model of `model_on_meta` that are stored in four or eight bits."""
     layers = (module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt))
     return [layer.weight for layer in layers]
+
+
+def with_stored_names(plan: MemoryPlan, found: AnalysedModel) -> MemoryPlan:
+    """Name quantised layers in place of the ops inside them: these differ from release to release.
+
+    What `Linear4bit` computes is ``linear`` in bitsandbytes 0.43 and ``gemm_4bit`` in 0.50.
+    """
+    inside = {
+        (layer.index, f"{path}.{op}"): path
+        for layer in found.shape.layers
+        for path, module in found.model.get_submodule(layer.module_path).named_modules()
+        if isinstance(module, Linear4bit | Linear8bitLt)
+        for op in ("linear", *(["to"] if isinstance(module, Linear8bitLt) else []))
+    }
+    rows = (replace(row, op_path=inside.get((row.scope, row.op_path), row.op_path)) for row in plan.rows)
+    return replace(plan, rows=tuple(dict.fromkeys(rows)))
 
 
 def _cast_without_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

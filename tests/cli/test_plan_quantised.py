@@ -16,7 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_actswap import apply
+from hf_actswap import apply, model_structure
+from hf_actswap.cli.options import Lora, ModelRequest
+from hf_actswap.cli.subject import model_on_meta
+from hf_actswap.planner import profile_from_shapes
 
 from .conftest import Run
 
@@ -89,7 +92,7 @@ def test_nothing_is_swapped_of_what_eight_bit_layers_hold(run: Run, base: Path) 
     planned = found["predicted"]["planned"]
     assert planned["recomputed_bytes"] > 0
     assert planned["swapped_bytes"] == 0
-    assert any("the planner swaps none" in line for line in found["assumed"])
+    assert any("none is swapped" in line for line in found["assumed"])
 
 
 @pytest.mark.parametrize("prepared", ["prepared", "as it is"])
@@ -111,6 +114,18 @@ def saved_plan(run: Run, base: Path, prepared: str) -> Path:
     return path
 
 
+def test_a_saved_plan_names_layers_in_place_of_what_a_release_calls_their_op(run: Run, base: Path) -> None:
+    """Without adapters of their own, the outputs of gate and up are saved by what follows."""
+    options, path = ["--quantize", "4bit"], base / "names.json"
+    nothing = predicted(run, base, *options, targets="q_proj+v_proj")["predicted"]["nothing"]
+    budget_gib = (nothing["peak_bytes"] - 150_000) / 0.97 / 2**30
+    options += ["--budget", f"{budget_gib}GiB", "--save", str(path)]
+    assert predicted(run, base, *options, targets="q_proj+v_proj")["ok"]
+    paths = {row["op_path"] for row in json.loads(path.read_text())["rows"]}
+    assert "mlp.gate_proj" in paths
+    assert not any(path.endswith("_proj.linear") for path in paths)
+
+
 @pytest.fixture
 def seen_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let PEFT see the CPU's autocast: it asks for that of the default device, CUDA."""
@@ -118,8 +133,8 @@ def seen_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": asked(kind))
 
 
-def _steps(base: Path, prepared: str, autocast: str, mix: Any) -> Iterator[Any]:
-    """Yield losses, then the last gradients, then what was swapped in a step."""
+def quantised(base: Path, prepared: str) -> Any:
+    """Return the model with adapters on a base that bitsandbytes has quantised."""
     from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(
@@ -132,7 +147,12 @@ def _steps(base: Path, prepared: str, autocast: str, mix: Any) -> Iterator[Any]:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(0)
     adapters = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters).train()
+    return peft.get_peft_model(model, adapters).train()
+
+
+def _steps(base: Path, prepared: str, autocast: str, mix: Any) -> Iterator[Any]:
+    """Yield losses, then the last gradients, then what was swapped in a step."""
+    model = quantised(base, prepared)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer, steps = torch.optim.AdamW(weights, lr=1e-2), 2
     applied = None if mix is None else apply(model, mix, optimizer=optimizer)
@@ -164,3 +184,23 @@ def test_bitsandbytes_trains_under_a_plan(run: Run, base: Path, prepared: str, a
         assert found == losses
         assert all(torch.equal(*pair) for pair in zip(made, gradients, strict=True))
         assert swapped_bytes == swaps.get(name, 0)
+
+
+@pytest.mark.usefixtures("seen_autocast")
+@pytest.mark.parametrize("prepared", ["prepared", "as it is"])
+def test_auto_sees_the_same_step(base: Path, prepared: str) -> None:
+    """``auto`` computes the step of the quantised model from shapes, ``plan`` that of a model made for it."""
+    pytest.importorskip("bitsandbytes")
+    asked = ModelRequest(str(base), "bf16", Lora(8, ("all-linear",)), "4bit", prepared=prepared == "prepared")
+    ids = torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)
+    found = []
+    for model in (quantised(base, prepared), model_on_meta(asked)):
+        with torch.autocast("cpu", torch.bfloat16):
+            batch = {"input_ids": ids, "labels": ids}
+            profile = profile_from_shapes(model, model_structure(model), batch, "H100")
+        names = [event.call[1].replace("gemm_4bit", "linear") for event in profile.op_events]
+        names = [
+            name.replace("base_layer.clone", "clone") for name in names
+        ]  # the copy is the adapter's there
+        found.append((names, [event.forward_ms for event in profile.op_events]))
+    assert found[0] == found[1]

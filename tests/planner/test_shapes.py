@@ -22,7 +22,7 @@ from hf_actswap.planner import (
     profile_from_shapes,
     profile_to_json,
 )
-from hf_actswap.planner.record.devices import DEVICES, attention_flops
+from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms
 from hf_actswap.planner.record.shapes import RooflineClock
 from tests.engine.tiny_models import snapshot, tiny_llama
 from tests.planner.recorded_steps import (
@@ -38,6 +38,23 @@ GIB = 2**30
 
 def on_paper(model: nn.Module, device: str = "H200", **settings: Any) -> Profile:
     return profile_from_shapes(model, model_structure(model), call_of(), device, **settings)
+
+
+def test_a_product_with_quantised_weights_takes_the_time_of_its_arithmetic() -> None:
+    """bitsandbytes' ops are not in PyTorch's registry of FLOP formulas."""
+
+    def gemm_4bit() -> None: ...
+
+    def dequantize_4bit() -> None: ...
+
+    rates, inputs = device_rates("H100"), torch.empty(2, 2048, 1024, dtype=torch.bfloat16, device="meta")
+    packed = torch.empty(1024 * 4096 // 2, 1, dtype=torch.uint8, device="meta")
+    made = torch.empty(2, 2048, 4096, dtype=torch.bfloat16, device="meta")
+    takes_ms = op_ms(rates, gemm_4bit, (inputs, packed), {}, made)
+    product = torch.ops.aten.mm.default
+    weight = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
+    assert takes_ms == op_ms(rates, product, (inputs.flatten(0, 1), weight), {}, made.flatten(0, 1))
+    assert takes_ms > op_ms(rates, dequantize_4bit, (inputs, packed), {}, made)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -207,6 +207,11 @@ _HALF = (torch.bfloat16, torch.float16)
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "slice_backward"})
 """Ops that read only as many bytes of their inputs as they return."""
 
+_QUANTISED_PRODUCTS = frozenset(
+    {"gemm_4bit", "gemv_4bit", "int8_linear_matmul", "int8_mixed_scaled_mm", "int8_scaled_mm"}
+)
+"""Products with weights in 4 or 8 bits (``bitsandbytes/_ops.py``): the activations come first."""
+
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -236,6 +241,8 @@ def op_ms(
     elif (formula := flop_registry.get(getattr(func, "_overloadpacket", None))) is not None:
         flops = formula(*args, **kwargs, out_val=result)
         arithmetic_ms = flops / (rates.half_flop_per_ms if half else rates.full_flop_per_ms)
+    elif name in _QUANTISED_PRODUCTS:
+        arithmetic_ms = 2 * given[0].numel() * made[0].shape[-1] / rates.half_flop_per_ms
     moved_bytes = sum(map(_touched_bytes, made)) * (2 if name in _GATHERS else 1)
     if name not in _GATHERS:
         moved_bytes += sum(map(_touched_bytes, given))

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import ActSwapConfig, MemoryConfig
+from .config.sizes import GIB
 from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.frozen_weights import FrozenWeights, problems_of_weights, sizes_on_host, weights_of
 from .engine.hook_wrappers import Hook
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
-from .engine.stats import GIB
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import enclosing_replicas

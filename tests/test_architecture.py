@@ -31,7 +31,7 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (  # lowest first; a unit imports from lower layers and from itself
-    {"errors", "interrupts", "startup", "version"},
+    {"errors", "interrupts", "run_environment", "startup", "version"},
     {"releases"},
     {"config"},
     {"plan"},
@@ -154,7 +154,7 @@ def test_imports_go_down_only() -> None:
 def test_the_rehearsal_stands_alone() -> None:
     """A training that does not ask for a rehearsal loads none of it, and it loads none of the engine."""
     package = f"{PACKAGE}.rehearsal"
-    names = ("config", "errors", "planner.record.devices", "rehearsal", "startup")
+    names = ("config", "errors", "planner.record.devices", "rehearsal", "run_environment", "startup")
     known = {f"{PACKAGE}.{name}" for name in names}
     ours = [found for found in all_imports() if found.unit == "rehearsal" and found.is_under(PACKAGE)]
     assert ours
@@ -229,8 +229,8 @@ def test_the_guard_itself(importer: str, statement: str, forbidden: bool) -> Non
     assert climbs(found, frozenset().union(*LAYERS)) is forbidden
 
 
-LATE = {"cli/app.py", "cli/plan.py"}
-"""Import what a command needs when it runs: `--help` and wrong options shall not wait seconds for torch."""
+LATE = {"cli/app.py", "cli/plan.py", "cli/run.py"}
+"""Import what a command needs when it runs: `--help`, wrong options and programs shall not wait for torch."""
 
 
 def test_no_import_of_our_own_inside_a_function() -> None:

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..config import ActSwapConfig, MemoryConfig, WeightsPlace, load_config
-from ..engine.stats import GIB, gib_text
+from ..config.sizes import GIB, gib_text
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, fingerprint_of, folded_tiles

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
+from ..config.sizes import GIB
 from ..engine import host_memory
-from ..engine.stats import GIB
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan

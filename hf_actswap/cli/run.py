@@ -16,16 +16,14 @@ from typing import Annotated
 
 import typer
 
-from .. import integrations
-from ..engine.stats import gib_text
+from ..config.sizes import gib_text
 from ..errors import ActSwapError
-from ..integrations.environment import OFF, VARIABLE
-from ..integrations.trainings import FOLDER, EndedTraining, ended_trainings
-from ..plan import load_config_or_plan
+from ..run_environment import FOLDER, OFF, VARIABLE, EndedTraining, ended_trainings
 from ..startup import python_path
 from .program import run_program
 
-_STARTUP = str(Path(integrations.__file__).parent / "startup")
+_AUTO = "auto"
+_STARTUP = str(Path(__file__).parents[1] / "integrations" / "startup")
 
 _NONE = (
     "no training had a plan: no transformers Trainer was trained to its end in this program or in a process "
@@ -56,13 +54,9 @@ def run(
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is the name of a module.")] = False,
 ) -> None:
     if actswap is None:  # typer takes an empty variable for an absent one
-        actswap = OFF if VARIABLE in os.environ else "auto"
-    try:
-        if actswap != OFF:
-            load_config_or_plan(actswap)
-    except ActSwapError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        actswap = OFF if VARIABLE in os.environ else _AUTO
+    if actswap not in (OFF, _AUTO):
+        _check(actswap)
     command = [*_program(program, module), *(arguments or [])]
     if actswap == OFF:
         raise typer.Exit(run_program(command, {**os.environ, VARIABLE: OFF}))
@@ -77,6 +71,17 @@ def run(
     if not ended and not code:
         _say(_NONE)
     raise typer.Exit(code if ended else code or 1)
+
+
+def _check(actswap: str) -> None:
+    """Exit with what is wrong in a configuration or a plan, before the program starts."""
+    from ..plan import load_config_or_plan  # it imports torch, which takes seconds
+
+    try:
+        load_config_or_plan(actswap)
+    except ActSwapError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
 
 
 def _program(name: str, module: bool) -> list[str]:

@@ -1,11 +1,17 @@
-"""Reads sizes and kinds of devices as people write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
+"""Sizes and kinds of devices as people read and write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
 
 It imports no torch, so that a wrong command line is rejected at once.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+
+GIB = 2**30
+_DIGITS = 4
+_MORE_THAN_ANY_DEVICE = 2**60
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _BYTES = {"": 2**30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
@@ -36,6 +42,23 @@ OWN_DEVICE_KEYS = ("memory", "tflops", "bandwidth", "link")
 OWN_DEVICE = "memory=48GB,tflops=150,bandwidth=0.9,link=25"
 """How to describe any other device: its memory, half-precision TFLOP/s, TB/s of device memory, and GB/s to
 the host in each direction."""
+
+
+def gib(size_bytes: float) -> float:
+    """Return bytes in GiB."""
+    return size_bytes / GIB
+
+
+def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
+    """Return bytes (at least 0) in GiB with four digits; ``unlimited`` for more than any device has.
+
+    ``rounding`` is `math.ceil` for a least need, `math.floor` for a limit.
+    """
+    if size_bytes >= _MORE_THAN_ANY_DEVICE:
+        return "unlimited"
+    size = gib(size_bytes)
+    decimals = 0 if size <= 0 else max(_DIGITS - 1 - math.floor(math.log10(size)), 0)
+    return f"{rounding(size * 10**decimals) / 10**decimals:.{decimals}f} GiB"
 
 
 def bytes_of(text: str) -> int:

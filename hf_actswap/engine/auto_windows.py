@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+from ..config.sizes import gib_text
 from ..plan.actions import SCOPES, Adjustment, Scope, Windows, layer_order
 from .agreement import from_all_ranks
 from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
 from .schedule import NEVER, REACH, Backward, PassOrder
-from .stats import Counters, PendingTime, gib_text
+from .stats import Counters, PendingTime
 from .transfer import StepLog, Transfer
 from .windows import TOO_LATE_BACK, Candidate, Decision, Timeline, choose_windows
 

@@ -85,6 +85,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..config.sizes import gib_text
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope
@@ -97,7 +98,7 @@ from .host_memory import available_bytes, margin_bytes, room_beyond
 from .host_pool import HostBuffer, HostPool
 from .owners import parameter_places
 from .replay import running_backward
-from .stats import Counters, SwapStats, gib_text
+from .stats import Counters, SwapStats
 from .tickets import StaleTensorError, View, keep, restore
 from .transfer import COMPLETE, Copy, Transfer, transfer_of
 

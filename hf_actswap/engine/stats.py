@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ..config.sizes import gib
 from .host_pool import HostPool
 
-GIB = 2**30
-_DIGITS = 4
-_MORE_THAN_ANY_DEVICE = 2**60
 _PENDING_WAITS = 1024
 """Most waits that are pending before they are added up."""
 
@@ -25,23 +22,6 @@ _OF_POOL = {
     "pinning_ms": "allocating_ms",
 }
 """The statistics of host memory, by the attribute of `HostPool`."""
-
-
-def gib(size_bytes: float) -> float:
-    """Return bytes in GiB."""
-    return size_bytes / GIB
-
-
-def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
-    """Return bytes (at least 0) in GiB with four digits; ``unlimited`` for more than any device has.
-
-    ``rounding`` is `math.ceil` for a least need, `math.floor` for a limit.
-    """
-    if size_bytes >= _MORE_THAN_ANY_DEVICE:
-        return "unlimited"
-    size = gib(size_bytes)
-    decimals = 0 if size <= 0 else max(_DIGITS - 1 - math.floor(math.log10(size)), 0)
-    return f"{rounding(size * 10**decimals) / 10**decimals:.{decimals}f} GiB"
 
 
 class PendingTime(Protocol):

@@ -26,8 +26,8 @@ from ..apply import (
     weights_on_host,
 )
 from ..config import ActSwapConfig
+from ..config.sizes import gib_text
 from ..engine import AppliedPlan, Resources, SwapStats
-from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.mesh import reject_independent_processes, started_together
@@ -46,6 +46,7 @@ from ..planner.memory_errors import naming_memory_errors
 from ..releases import compiled_regions_are_called
 from ..report import PinningBar, Saving, console_logging, plan_summary, plan_table
 from ..report.run_files import LOGS
+from ..run_environment import EndedTraining, tell_run
 from ..stream import ChunkBudget
 from .checkpointing import (
     check_what_was_written,
@@ -60,7 +61,6 @@ from .parallel_training import DividedTraining, begin_parallel_training
 from .pipeline_training import pipeline_of, stage_model
 from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
-from .trainings import EndedTraining, tell_run
 
 
 def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:

@@ -17,13 +17,8 @@ from typing import Any
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.training_args import TrainingArguments
 
+from ..run_environment import OFF, VARIABLE
 from .callback import ActSwapCallback, ArgumentsCallback
-
-VARIABLE = "HF_ACTSWAP"
-"""Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
-
-OFF = "off"
-"""The value for no plan; an empty one means the same."""
 
 
 class EnvironmentCallback(ArgumentsCallback):

@@ -21,9 +21,9 @@ import transformers
 from torch import nn
 
 from ..config import ActSwapConfig
+from ..config.sizes import gib
 from ..engine import AppliedPlan, SwapStats
 from ..engine.agreement import world_size
-from ..engine.stats import gib
 from ..engine.step_watch import MemoryWatch, TimeWatch
 from ..engine.transfer import HostStamp
 from ..plan import MemoryPlan

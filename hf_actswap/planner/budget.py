@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.schema import MemoryConfig
-from ..engine.stats import GIB, gib_text
+from ..config.sizes import GIB, gib_text
 from ..errors import PlanError, Problem
 from ..plan.actions import Tile
 from ..plan.tiles import tile_names

@@ -57,10 +57,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..config.sizes import gib_text
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, Wrapper, replace_call, replace_forward
 from ..engine.replay import random_state, set_random_state
-from ..engine.stats import gib_text
 from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry

@@ -58,10 +58,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..config.sizes import GIB, gib_text
 from ..engine.agreement import from_all_ranks, rank, world_size
 from ..engine.frozen_weights import FrozenWeights
 from ..engine.install import AppliedPlan
-from ..engine.stats import GIB, SwapStats, gib_text
+from ..engine.stats import SwapStats
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import short_traceback
 from ..interrupts import uninterrupted

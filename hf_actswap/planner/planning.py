@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..config.schema import MemoryConfig
+from ..config.sizes import GIB
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
 from ..engine.link import slowest
-from ..engine.stats import GIB
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan, Scope
 from .budget import (

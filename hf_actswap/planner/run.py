@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ..config.schema import MemoryConfig
+from ..config.sizes import GIB
 from ..engine.agreement import from_all_ranks
 from ..engine.frozen_weights import FrozenWeights
 from ..engine.hook_wrappers import Before, Undo, Wrapper, entries, replace_outermost_calls
 from ..engine.install import AppliedPlan
-from ..engine.stats import GIB, SwapStats
+from ..engine.stats import SwapStats
 from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import PlanError, Problem

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..config.sizes import gib_text
 from ..engine.agreement import from_all_ranks, world_size
-from ..engine.stats import gib_text
 from .oom_guard import Failure
 from .recorded_step import BatchSize
 from .run import Run

@@ -31,14 +31,13 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..config.sizes import device_kind
+from ..config.sizes import GIB, device_kind, gib_text
 from ..engine.agreement import world_size
 from ..engine.device_allocator import let_segments_expand
 from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
-from ..engine.stats import GIB, gib_text
 from ..engine.swapped_storages import EvictableTensors
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..engine.transfer import Transfer, transfer_of

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
-from ..engine.stats import gib
+from ..config.sizes import gib
 from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded_tiles, format_scopes
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ..config.documents import Bytes, Count, JsonDocument, read_text, write_whole
+from ..config.sizes import gib, gib_text
 from ..engine import AppliedPlan
-from ..engine.stats import gib, gib_text
 from ..engine.step_watch import ComputePart, MeasuredCopy, MemorySample, Stall, StepMemory, StepTimeline
 from ..errors import ActSwapError, Problem
 from ..plan import MemoryPlan

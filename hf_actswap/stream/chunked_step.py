@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ..config.schema import MemoryConfig
+from ..config.sizes import gib_text
 from ..engine import AppliedPlan
 from ..engine.agreement import from_all_ranks
-from ..engine.stats import gib_text
 from ..errors import PlanError, Problem
 from ..plan.actions import Adjustment, MemoryPlan
 from ..plan.model_structure import ModelStructure, is_below

@@ -27,8 +27,9 @@ from itertools import accumulate
 
 import torch
 
+from ..config.sizes import gib_text
 from ..engine.host_pool import HostBuffer, HostPool
-from ..engine.stats import Counters, gib_text
+from ..engine.stats import Counters
 from ..engine.transfer import Copy, Transfer
 from ..errors import PlanError, Problem
 from ..plan import MemoryPlan

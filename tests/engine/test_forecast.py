@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
+from hf_actswap.config.sizes import gib_text
 from hf_actswap.engine import PageableSlabs, Resources, host_budget, install, record_saved
-from hf_actswap.engine.stats import gib_text
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer

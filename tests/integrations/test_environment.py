@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from hf_actswap import ActSwapCallback
 from hf_actswap.cli.app import app
-from hf_actswap.integrations.environment import VARIABLE, EnvironmentCallback, act_on_environment
+from hf_actswap.integrations.environment import EnvironmentCallback, act_on_environment
+from hf_actswap.run_environment import VARIABLE
 
 from .conftest import CASE_2, CASE_4, SHORT_ON_CPU, Tokens, losses, tiny_llama
 

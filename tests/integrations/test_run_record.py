@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Trainer
 
-from hf_actswap.engine.stats import GIB, gib, gib_text
+from hf_actswap.config.sizes import GIB, gib, gib_text
 from hf_actswap.report.run_files import read_run
 from hf_actswap.report.write_report import write_report
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, model_structure
+from hf_actswap.config.sizes import gib_text
 from hf_actswap.engine import EvictableTensors, HostPool, PageableSlabs, Resources, install
-from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner import CountingMeter, OomGuard
 from hf_actswap.planner.oom_guard import failure_of, guard_compiled

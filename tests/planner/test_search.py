@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from hf_actswap.engine.stats import gib_text
+from hf_actswap.config.sizes import gib_text
 from hf_actswap.errors import PlanError
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows, swapped_bytes
 from hf_actswap.plan.actions import Fate

@@ -30,9 +30,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ...config.sizes import gib_text
 from ...engine.link import NO_COPIES, Link
 from ...engine.schedule import REACH
-from ...engine.stats import gib_text
 from ...errors import Problem
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.model_structure import OUTPUT

@@ -47,9 +47,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...config.sizes import gib_text
 from ...engine.hook_wrappers import Undo, entries_to, replace_method, wrap_call, wrap_outermost_calls
 from ...engine.host_pool import HostPool
-from ...engine.stats import Counters, SwapStats, gib_text
+from ...engine.stats import Counters, SwapStats
 from ...engine.tickets import View
 from ...engine.transfer import Transfer
 from ...errors import PlanError, Problem

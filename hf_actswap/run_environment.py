@@ -1,4 +1,8 @@
-"""What ``hf-actswap run`` learns of trainings in the processes that it starts: a file for each rank."""
+"""What ``hf-actswap run`` and the processes that it starts tell each other, through the environment.
+
+They learn which plan is asked for, and it learns of their trainings: a file for each rank. It imports the
+standard library alone, so that a program starts at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,12 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+VARIABLE = "HF_ACTSWAP"
+"""Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
+
+OFF = "off"
+"""The value of `VARIABLE` for no plan; an empty one means the same."""
 
 FOLDER = "HF_ACTSWAP_TRAININGS"
 """Variable of the environment with the folder of the files; only ``hf-actswap run`` sets it."""

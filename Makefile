@@ -23,9 +23,10 @@ VERSIONS := .venv-versions
 TOOLS := .venv-tools
 REHEARSAL := .venv-rehearsal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# A process for each core, whole files: what a file sets up is set up once.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
-PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
+# Three processes for two cores, at most 8, because some wait for ranks; whole files: what a file sets up is set up once.
+WORKERS = $(shell $(PYTHON) -c 'import os; cores = os.cpu_count() or 2; print(min(cores + cores // 2, 8))')
+ON_ALL_CORES = --numprocesses $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest $(ON_ALL_CORES)
 # Streams, swap and host sequences, once more with blocks of host memory that are copied in pieces of 4 KiB.
 IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,apply.py bitwise.py bytes.py \
 	cached_traces.py copies.py faults.py happens_before.py kept_inside.py writes_in_place.py packed_rows.py \

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply, model_structure
 from hf_actswap.cli.options import Lora, ModelRequest
+from hf_actswap.cli.step import state_bytes
 from hf_actswap.cli.subject import model_on_meta
 from hf_actswap.planner import profile_from_shapes
 
@@ -204,3 +206,27 @@ def test_auto_sees_the_same_step(base: Path, prepared: str) -> None:
         ]  # the copy is the adapter's there
         found.append((names, [event.forward_ms for event in profile.op_events]))
     assert found[0] == found[1]
+
+
+def test_weights_take_the_bytes_of_bitsandbytes(run: Run, base: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = quantised(base, "as it is")
+    states = (getattr(weight, "quant_state", None) for weight in model.parameters())
+    constants = sum(state.absmax.nbytes for state in states if state is not None)
+    stored = constants + sum(item.nbytes for item in (*model.parameters(), *model.buffers()))
+    found = predicted(run, base, "--quantize", "4bit-single")
+    assert found["memory"]["nothing"]["weights_bytes"] == stored
+
+
+@pytest.mark.parametrize(("name", "asked"), [("AdamW8bit", "adamw_8bit"), ("AdamW", "adamw_32bit")])
+def test_states_take_the_bytes_of_bitsandbytes(name: str, asked: str) -> None:
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    model = nn.Sequential(nn.Linear(512, 300), nn.Linear(64, 64), nn.Linear(63, 65, bias=False))
+    optimizer = getattr(optimizers, name)(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    tables = ("qmap1", "qmap2")  # one for all tensors
+    states = [item for state in optimizer.state.values() for item in state.items() if item[0] not in tables]
+    sizes = [value.nbytes for _, value in states if isinstance(value, torch.Tensor)]
+    assert sum(state_bytes(f"paged_{asked}", model)) == sum(sizes)

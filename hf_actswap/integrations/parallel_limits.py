@@ -77,6 +77,9 @@ def _of_arguments(args: Any) -> Iterator[Problem]:
         yield _problem("fp16", "true", "Ranks would skip steps apart from each other: use bf16.")
     if args.use_liger_kernel:
         yield _problem("use_liger_kernel", "true", "Its fused loss reads the whole vocabulary: leave it out.")
+    if getattr(args, "loss_type", None) == "chunked_nll":  # a default of some releases of TRL
+        hint = 'That loss reads the head\'s whole weight, which is divided: set loss_type="nll".'
+        yield _problem("loss_type", "chunked_nll", hint)
     if args.auto_find_batch_size:
         hint = "One rank may run out of memory and the others wait for it: set per_device_train_batch_size."
         yield _problem("auto_find_batch_size", "true", hint)

@@ -49,6 +49,7 @@ def supervised(folder: Path, size: int, data_parallel_size: int) -> dict[str, An
         disable_tqdm=True,
         gradient_checkpointing=False,
         bf16=False,
+        loss_type="nll",  # some releases of TRL have another default, which is rejected
     )
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=True)
     trainer = SupervisedTrainer(

@@ -81,6 +81,7 @@ def test_supervised_fine_tuning(way: str, tmp_path: Path) -> None:
 def test_supervised_fine_tuning_in_tiles(smoothing: float, tmp_path: Path, monkeypatch: Any) -> None:
     """TRL computes its own loss from the head's weight, in tiles of its own; smoothed it reads the logits."""
     settings = {**WAYS["packed"], "label_smoothing_factor": smoothing}
+    settings |= {"loss_type": "nll"} if smoothing else {}  # older releases of TRL do not smooth their default
     expected, weights, _ = fine_tuned(settings, None, tmp_path / "plain")
     seen: list[type] = []
     smooth = LabelSmoother.__call__

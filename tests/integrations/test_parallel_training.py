@@ -179,6 +179,11 @@ IN_CHUNKS = {"parallel_config": {"tensor_parallel_size": 2}, "stream_config": {"
 """Heads are divided, and the sequence is streamed."""
 
 
+def with_loss_of_older_trl(args: Any, **given: Any) -> Trainer:
+    args.loss_type = "chunked_nll"
+    return ActSwapTrainer(args=args, **given)
+
+
 def rejections(folder: Path) -> dict[str, str]:
     """What is said, by what was asked, before the first step."""
     two = parallel(2)
@@ -189,6 +194,7 @@ def rejections(folder: Path) -> dict[str, str]:
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
         "auto_find_batch_size": {"auto_find_batch_size": True},
         "optim": {"optim": "adafactor"},
+        "loss_type": {"kind": with_loss_of_older_trl},
     }.items():
         found[name] = told(
             functools.partial(make, two, folder / "rejected", **{"kind": ActSwapTrainer, **asked})
@@ -634,6 +640,8 @@ def test_the_saved_groups_name_their_parameters(two: Path) -> None:
         ("auto_find_batch_size", "auto_find_batch_size: expected"),
         ("optim", "optim: expected a setting that works with tensor_parallel_size above 1, "
          "found adafactor."),
+        ("loss_type", "found chunked_nll. That loss reads the head's whole weight, which is divided: set "
+         'loss_type="nll".'),
         ("save_strategy", "nothing was raised"),
         ("late", "parallel_config: expected a callback of the Trainer's constructor, found add_callback"),
         ("three ranks", "parallel_config.tensor_parallel_size: expected at most 2, the number of processes"),

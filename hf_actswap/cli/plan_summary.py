@@ -225,7 +225,7 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
         if subject.quantize == "8bit":
             yield (
                 "bitsandbytes itself holds the inputs of 8-bit layers until backward: none is swapped. "
-                "Where it recomputes ops in place of whole layers, these inputs stay, and more is needed."
+                "Where ops are recomputed in place of whole layers, these inputs stay: more memory is needed."
             )
     if paged := paged_bytes(subject, step):
         yield (

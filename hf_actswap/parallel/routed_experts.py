@@ -308,6 +308,20 @@ _ROWS = "down_proj"
 _ROWS_BIAS = "down_proj_bias"
 
 
+def _alternate(experts: Any) -> bool:
+    """Whether gate and up alternate in what the first weights make.
+
+    transformers 5.6 does not say so: there it shows in what depends on the second feature.
+    """
+    gate = getattr(experts, "_apply_gate", None)
+    if gate is None or hasattr(experts, "is_concatenated"):
+        return not getattr(experts, "is_concatenated", True)
+    features = torch.linspace(0.1, 0.8, 8, device="cpu")
+    others = features + 0.05 * torch.eye(8, device="cpu")[1]
+    with torch.no_grad():
+        return bool(gate(features)[0] != gate(others)[0])
+
+
 class ExpertsLayout(NamedTuple):
     """How transformers' experts store and use their weights.
 
@@ -329,7 +343,7 @@ class ExpertsLayout(NamedTuple):
         return cls(
             getattr(experts, "has_gate", True),
             getattr(experts, "is_transposed", False),
-            not getattr(experts, "is_concatenated", True),
+            _alternate(experts),
             getattr(experts, "has_bias", False),
         )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
+from hf_actswap.parallel.routed_experts import ExpertsLayout
 from tests.parallel.patch_worker import BATCH, Case, compare, config, full_gradients
 from tests.parallel.patched_models import HIDDEN, INNER, tiny_model
 from tests.parallel.test_patch_model import GRADIENT_TOLERANCE, assert_as_in_one_process
@@ -194,3 +195,18 @@ def test_autocast(implementation: str, ranks: tuple[int, Path]) -> None:
     for rank in range(size):
         errors = result(folder, f"autocast_{implementation}", rank)
         assert max(errors.values()) < 4e-2, errors
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_whether_gate_and_up_alternate_is_seen_where_transformers_does_not_say_so(alternate: bool) -> None:
+    """As GPT-OSS in transformers 5.6; it took them for halves, and all gradients were wrong."""
+
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        parts = (both[..., ::2], both[..., 1::2]) if alternate else both.chunk(2, dim=-1)
+        return torch.sigmoid(parts[0]) * parts[1]
+
+    experts: Any = tiny_model("gpt_oss").model.layers[0].mlp.experts
+    vars(experts).pop("is_concatenated", None)
+    vars(experts)["_apply_gate"] = gate
+    assert not hasattr(experts, "is_concatenated")
+    assert ExpertsLayout.of(experts).interleaved is alternate

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from hf_actswap.parallel.rank_agreement import LostRanks
+from hf_actswap.releases import loss_is_scaled_by_data_ranks
 from tests.integrations.parallel_runs import Rows
 from tests.pipeline.staged_worker import VOCABULARY
 from tests.pipeline.trainer_worker import trainer_of
@@ -169,7 +170,10 @@ def loses_rank(folder: Path) -> None:
 LOSING: dict[str, Any] = {"lost": loses_rank}
 
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not loss_is_scaled_by_data_ranks(), reason="it needs transformers 5.16"),
+]
 
 WORKER = "tests.pipeline.test_faults"
 LAUNCH_S = 60

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hf_actswap.releases import loss_is_scaled_by_data_ranks
 from tests.robustness.differing_ranks import FRESH, TOGETHER, run_cases
 from tests.robustness.ranks import run_recipe, started
 
@@ -35,6 +36,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def assert_named(name: str, found: Found) -> None:
+    if "divided" in name and not loss_is_scaled_by_data_ranks():
+        pytest.skip("it needs transformers 5.16")
     (of_right, right_s), (of_odd, odd_s) = (of_rank[name] for of_rank in found)
     assert max(right_s, odd_s) < MOST_S
     assert of_right.startswith("RankAgreementError: "), of_right

@@ -11,8 +11,9 @@ bytes in use (`torch.cuda.max_memory_allocated`), also where a row counts what t
 time is that of an optimizer's step, or follows from tokens per second and GPU.
 
 ``loss: copied`` takes the loss of transformers before 4.50, which copied the logits in fp32 to shift them;
-today's does not. ``other`` says what the measured training did otherwise than these options can say: such a
-number is shown, and does not count in median and worst.
+today's does not. ``loss: tiles`` computes it for some tokens at a time, as Liger's fused loss does. ``other``
+says what the measured training did otherwise than these options can say: such a number is shown, and does not
+count in median and worst.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Row:
         model: a name in ``models.yaml``.
         plan: options of ``hf-actswap plan``.
         activations: the prediction that it is compared with.
-        loss: ``copied``: with the loss of earlier releases.
+        loss: ``copied``: that of earlier releases; ``tiles``: for some tokens at a time.
         published: ``peak_bytes`` and what it ``counts``; ``step_ms`` or ``tokens_per_s`` of a GPU.
         inferred: what the source does not say, and how it was found.
         other: by measure, what the measured training did that the options cannot say.
@@ -117,10 +118,14 @@ def compared(row: Row) -> Compared:
     command = [sys.executable, *entry, "plan"]
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(models[row.model]), encoding="utf-8")
+        command.append(name)
+        if row.loss == "tiles":
+            command.append(str(Path(name) / "tiles.yaml"))
+            Path(command[-1]).write_text("tile_config: {loss: auto}\n", encoding="utf-8")
         options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in row.plan.items()]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         ran = subprocess.run(
-            [*command, name, *options, "--json"], capture_output=True, text=True, check=False, env=env
+            [*command, *options, "--json"], capture_output=True, text=True, check=False, env=env
         )
     found = json.loads(ran.stdout) if ran.stdout else {"problems": ran.stderr[-300:]}
     if "predicted" not in found:

@@ -16,13 +16,13 @@ from typing import Annotated
 
 import typer
 
+from ..config.loader import AUTO
 from ..config.sizes import gib_text
 from ..errors import ActSwapError
 from ..run_environment import FOLDER, OFF, VARIABLE, EndedTraining, ended_trainings
 from ..startup import python_path
 from .program import run_program
 
-_AUTO = "auto"
 _STARTUP = str(Path(__file__).parents[1] / "integrations" / "startup")
 
 _NONE = (
@@ -54,8 +54,8 @@ def run(
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is the name of a module.")] = False,
 ) -> None:
     if actswap is None:  # typer takes an empty variable for an absent one
-        actswap = OFF if VARIABLE in os.environ else _AUTO
-    if actswap not in (OFF, _AUTO):
+        actswap = OFF if VARIABLE in os.environ else AUTO
+    if actswap not in (OFF, AUTO):
         _check(actswap)
     command = [*_program(program, module), *(arguments or [])]
     if actswap == OFF:

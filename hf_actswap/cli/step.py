@@ -35,7 +35,7 @@ from ..planner.record.shapes import (
 from ..planner.states.in_backward import KEY
 from ..planner.states.optimizer_states import DEFAULT_SHARE
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
-from .subject import DTYPES, AnalysedModel, ModelError
+from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear
 
 _SMALL_8BIT, _BLOCK = 4096, 256
 _SMALL_PAGED = 100_000
@@ -342,7 +342,7 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
     if found.quantize is not None:
         for index, layer in layers.items():
             for path, module in layer.named_modules():
-                if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+                if isinstance(module, QuantisedLinear):
                     less[id(module.weight)] = module.weight.nbytes - _QUANTIZED[found.quantize](module.weight)
                     passing[index, path] = module.weight.nbytes
                     read_bytes = module.weight.nbytes - less[id(module.weight)]

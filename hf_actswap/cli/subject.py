@@ -215,26 +215,38 @@ class _LinearWithSavedInput(torch.autograd.Function):
         return (gradients[0].to(weight.dtype) @ weight).to(input.dtype), None, None
 
 
-class Linear8bitLt(nn.Linear):
+class QuantisedLinear(nn.Linear):
+    """A frozen layer of a model of `model_on_meta` whose weight is stored in four or eight bits.
+
+    Attributes:
+        adapted: whether an adapter is around it.
+        inside: the ops inside it whose results may be saved; bitsandbytes' releases call them otherwise.
+    """
+
+    adapted = False
+    inside: tuple[str, ...] = ("linear",)
+
+
+class Linear8bitLt(QuantisedLinear):
     """Returns its input's type, and keeps its input until backward, as bitsandbytes' layer of this name does.
 
     There it is an attribute of the graph's node (``MatMul8bitLt``), which no hook of saved tensors sees: to
     swap it would free nothing. It goes where the layer itself is recomputed.
     """
 
+    inside = ("linear", "to")
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _LinearWithSavedInput.apply(input, self.weight, self.bias)
         return result
 
 
-class Linear4bit(nn.Linear):
+class Linear4bit(QuantisedLinear):
     """Computes in the weight's type and returns its input's, as bitsandbytes' layer of this name does.
 
     Behind a norm in fp32 (`prepare_kbit`), all that the layer returns is in fp32, also under autocast.
     PEFT's adapter of it copies the result (``peft/tuners/lora/bnb.py``).
     """
-
-    adapted = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         result = super().forward(input.to(self.weight.dtype)).to(input.dtype)
@@ -243,8 +255,7 @@ class Linear4bit(nn.Linear):
 
 def quantised_weights(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of a model of `model_on_meta` that are stored in four or eight bits."""
-    layers = (module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt))
-    return [layer.weight for layer in layers]
+    return [module.weight for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
 def with_stored_names(plan: MemoryPlan, found: AnalysedModel) -> MemoryPlan:
@@ -256,8 +267,8 @@ def with_stored_names(plan: MemoryPlan, found: AnalysedModel) -> MemoryPlan:
         (layer.index, f"{path}.{op}"): path
         for layer in found.shape.layers
         for path, module in found.model.get_submodule(layer.module_path).named_modules()
-        if isinstance(module, Linear4bit | Linear8bitLt)
-        for op in ("linear", *(["to"] if isinstance(module, Linear8bitLt) else []))
+        if isinstance(module, QuantisedLinear)
+        for op in module.inside
     }
     rows = (replace(row, op_path=inside.get((row.scope, row.op_path), row.op_path)) for row in plan.rows)
     return replace(plan, rows=tuple(dict.fromkeys(rows)))
@@ -292,11 +303,8 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
         ) from error
     adapters: Iterable[Any] = adapted.modules()
     for adapter in adapters:
-        base = getattr(adapter, "base_layer", None)
-        if isinstance(base, Linear4bit | Linear8bitLt):
-            adapter._cast_input_dtype = _cast_without_autocast
-        if isinstance(base, Linear4bit):
-            base.adapted = True
+        if isinstance(base := getattr(adapter, "base_layer", None), QuantisedLinear):
+            base.adapted, adapter._cast_input_dtype = True, _cast_without_autocast
     return adapted.train()
 
 

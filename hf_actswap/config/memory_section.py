@@ -24,8 +24,9 @@ from .keys import (
     TARGET_MEMORY_BYTES,
 )
 from .layer_values import OpSelection
-from .schema import GIB, MIB, MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, Text
+from .schema import MIB, MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, Text
 from .sections import types_of
+from .sizes import GIB
 from .validation import AnyInt, AtLeast1, Expected, Findings, Flag, Path, one_of, where
 
 _LARGEST_BYTES = 2**53  # up to which a number of bytes is a number of GiB without rounding

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
 
 from .layer_values import Layers, Offset, OpExclusion, OpPath, OpSelection, RecomputedLayers
-from .sizes import bytes_of
+from .sizes import GIB, bytes_of
 from .validation import AnyFloat, AnyInt, AtLeast1, Expected, Flag, Whole, one_of
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 def _percent_hint(value: Any) -> str:

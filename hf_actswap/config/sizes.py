@@ -14,10 +14,10 @@ _DIGITS = 4
 _MORE_THAN_ANY_DEVICE = 2**60
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_BYTES = {"": 2**30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+_BYTES = {"": GIB, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10,
     "mib": 2**20,
-    "gib": 2**30,
+    "gib": GIB,
     "tib": 2**40,
 }
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}

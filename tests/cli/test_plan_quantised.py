@@ -37,6 +37,8 @@ COUNTED_BYTES = {
 }
 """What the layers of `base` save in a step: whether PEFT has prepared it, and autocast."""
 
+FOUR_BIT = {"as it is": ("--quantize", "4bit"), "prepared": ("--quantize", "4bit", "--prepare-kbit")}
+
 SWAP = {"swap_config": {"swap": True, "layer_swap": [{"layers": True, "backward_prefetch": 1}]}}
 MIXES: dict[str, Any] = {
     "swap": SWAP,
@@ -59,9 +61,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    (folder / "swap.yaml").write_text(
-        "swap_config:\n  swap: true\n  layer_swap:\n    - {layers: true, backward_prefetch: 1}\n"
-    )
+    (folder / "swap.yaml").write_text(json.dumps(SWAP))
     return folder
 
 
@@ -75,9 +75,7 @@ def predicted(run: Run, base: Path, *options: str, targets: str = "all-linear") 
 
 @pytest.mark.parametrize(("prepared", "autocast"), COUNTED_BYTES)
 def test_what_a_four_bit_base_saves(run: Run, base: Path, prepared: str, autocast: str) -> None:
-    options = ["--quantize", "4bit", "--autocast", autocast]
-    options += ["--prepare-kbit"] if prepared == "prepared" else []
-    found = predicted(run, base, str(base / "swap.yaml"), *options)
+    found = predicted(run, base, str(base / "swap.yaml"), "--autocast", autocast, *FOUR_BIT[prepared])
     assert found["predicted"]["as written"]["swapped_bytes"] == COUNTED_BYTES[prepared, autocast]
 
 
@@ -108,7 +106,7 @@ def test_a_saved_plan_says_the_type_of_what_is_not_quantised(run: Run, base: Pat
 def saved_plan(run: Run, base: Path, prepared: str) -> Path:
     """Save a plan that swaps and recomputes, for a quantised base under autocast."""
     path = base / f"{prepared}.json"
-    options = ["--quantize", "4bit", *(["--prepare-kbit"] if prepared == "prepared" else [])]
+    options = FOUR_BIT[prepared]
     nothing = predicted(run, base, *options)["predicted"]["nothing"]
     budget_gib = (nothing["peak_bytes"] - 0.7 * nothing["kept_bytes"]) / 0.97 / 2**30
     found = predicted(run, base, *options, "--budget", f"{budget_gib}GiB", "--save", str(path))
@@ -200,10 +198,8 @@ def test_auto_sees_the_same_step(base: Path, prepared: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             batch = {"input_ids": ids, "labels": ids}
             profile = profile_from_shapes(model, model_structure(model), batch, "H100")
-        names = [event.call[1].replace("gemm_4bit", "linear") for event in profile.op_events]
-        names = [
-            name.replace("base_layer.clone", "clone") for name in names
-        ]  # the copy is the adapter's there
+        paths = (event.call[1].replace("gemm_4bit", "linear") for event in profile.op_events)
+        names = [path.replace("base_layer.clone", "clone") for path in paths]  # the adapter's copy
         found.append((names, [event.forward_ms for event in profile.op_events]))
     assert found[0] == found[1]
 

@@ -22,11 +22,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...config.sizes import OWN_DEVICE, device_kind, own_device
+from ...config.sizes import GIB, OWN_DEVICE, device_kind, own_device
 from ...engine.link import Link
 from ...errors import PlanError, Problem, nearest
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ _WORKSPACE = _WORKSPACES * (2 * 4096 * 1024 + 8 * 16 * 1024)
 ``:4096:2:16:8`` (8.1 MiB) before. Forward's thread and backward's have a handle each. MI300X: assumed."""
 
 _DDR4, _DDR5 = 300e6, 450e6
-_DESKTOP, _HOST_4, _HOST_5 = (48 * _GIB, 60e6), (108 * _GIB, _DDR4), (192 * _GIB, _DDR5)
+_DESKTOP, _HOST_4, _HOST_5 = (48 * GIB, 60e6), (108 * GIB, _DDR4), (192 * GIB, _DDR5)
 """Usual host memory for each device and its rate, about three quarters of data sheets': two channels of
 DDR5-5200 (83 GB/s); two sockets of eight channels of DDR4-3200 (410 GB/s) or DDR5-4800 (614 GB/s). Desktops
 have 64 GiB; servers of eight devices have 1.15 TB (A100: AWS p4d), 1 TB (L40S) or 2 TB (H100: p5, DGX)."""
@@ -129,7 +127,7 @@ def _accelerator(
     """Return a device's rates, of which ``tera`` are in TFLOP/s and TB/s: 10^9 per ms."""
     half, full, attention, memory = (rate * 1e9 for rate in tera)
     return DeviceRates(
-        name, int(gib * _GIB), half, full, attention, memory, 0.003, link, fabric, workspace_bytes, *host
+        name, int(gib * GIB), half, full, attention, memory, 0.003, link, fabric, workspace_bytes, *host
     )
 
 
@@ -151,10 +149,10 @@ DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("A100-80", 78.7, (240, 18, 180, 1.35), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
     _accelerator("A100-40", 38.8, (240, 18, 180, 1.05), _link(25), _NVLINK_3, _WORKSPACE, _HOST_4),
     _accelerator("B200", 177.8, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
-    _accelerator("L40S", 43.9, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * _GIB, _DDR4)),
+    _accelerator("L40S", 43.9, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
     _accelerator("RTX 4090", 23.0, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("MI300X", 191.0, (870, 120, 720, 3.5), _link(55), _XGMI, _HOPPER_WORKSPACE, _HOST_5),
-    DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
+    DeviceRates("cpu", 64 * GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 
 

@@ -47,11 +47,11 @@ test-all: lint types
 	$(MAKE) --no-print-directory version-least
 
 # The releases that are tested together; PyTorch is that of constraints.txt, but for the newest. The middle ones are
-# what LLaMA-Factory 0.9.5 and Axolotl 0.19 pin. bitsandbytes is for its own tests alone. docs/versions.md has the results.
+# what LLaMA-Factory 0.9.5 and Axolotl 0.19 pin. docs/versions.md has the results.
 RELEASES_least := torch==2.13.0 transformers==5.2.0 accelerate==1.10.1 peft==0.18.1 trl==0.24.0
 RELEASES_llamafactory := torch==2.13.0 transformers==5.6.0 accelerate==1.11.0 peft==0.18.1 trl==0.24.0
-RELEASES_axolotl := torch==2.13.0 transformers==5.16.1 accelerate==1.13.0 peft==0.20.0 trl==1.9.0 bitsandbytes
-RELEASES_newest := torch==2.14.* transformers==5.24.* accelerate peft trl==1.16.* bitsandbytes
+RELEASES_axolotl := torch==2.13.0 transformers==5.16.1 accelerate==1.13.0 peft==0.20.0 trl==1.9.0
+RELEASES_newest := torch==2.14.* transformers==5.24.* accelerate peft trl==1.16.*
 versions: version-least version-llamafactory version-axolotl version-newest
 
 version-%: $(VERSIONS)/%/.dev

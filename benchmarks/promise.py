@@ -12,8 +12,7 @@ a warning, reserved memory and the time of a step are as predicted, and the step
 gradient checkpointing where that fits.
 
 Lengths are those of README.md's tables, and for each model, method and device the longest sequence at which
-gradient checkpointing fits on paper, half of it, and a tenth more. Rows of QLoRA are not rehearsed: a
-rehearsal refuses bitsandbytes.
+gradient checkpointing fits on paper, half of it, and a tenth more. Rows of QLoRA need bitsandbytes.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 LORA_RANK = 16
 _FULL = ("1b", "full"), ("8b", "full")
-_LORA = ("8b", "lora"), ("moe", "lora")
+_LORA = ("8b", "lora"), ("8b", "qlora"), ("moe", "lora")
 _DEVICES = ("RTX 4090", "A100-40", "H100")
 _GROUP_WORDS = {word for names in (*_FULL, *_LORA, *(name.split() for name in _DEVICES)) for word in names}
 """The words of rows' names that name a model, a method or a device."""
@@ -155,7 +154,8 @@ def planned(row: Row, folder: Path, memory: str = "{mode: adaptive}") -> dict[st
     command += ["--device", row.device, "--seq", str(row.tokens), "--batch", str(row.batch)]
     command += ["--host-memory-gib", HOST_MEMORY.removesuffix("GiB")]
     command += ["--save", str(folder / "plan.yaml"), "--json"]
-    command += ["--lora", f"r={LORA_RANK},targets=all-linear"] if row.method == "lora" else []
+    command += ["--lora", f"r={LORA_RANK},targets=all-linear"] if row.method != "full" else []
+    command += ["--quantize", "4bit", "--prepare-kbit"] if row.method == "qlora" else []
     command += ["--budget", row.budget] if row.budget else []
     started = time.perf_counter()
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -179,7 +179,7 @@ def trained(row: Row, how: str, folder: Path, on_device: bool) -> dict[str, Any]
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}  # from a checkout, installed or not
     if not on_device:
         rehearse = ["rehearse", "--device", row.device, "--clock", "--host-memory", HOST_MEMORY]
-        rehearse += ["--no-advice", "--report", str(report), "--"]
+        rehearse += ["--no-advice", "--no-weights", "--report", str(report), "--"]
         command, env["OMP_NUM_THREADS"] = [sys.executable, "-m", "hf_actswap.cli", *rehearse, *command], "1"
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     log = ran.stdout + ran.stderr
@@ -246,15 +246,11 @@ def measured(trainer: Any) -> dict[str, Any]:
     }
 
 
-def train(file: str) -> None:
-    """Train a row in this process, which a rehearsal may have prepared."""
+def _random(folder: Path) -> Any:
+    """Return the model of a folder's configuration: on the device if it fits there, else on the host."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_actswap import ActSwapTrainingArguments
-
-    given = json.loads(Path(file).read_text(encoding="utf-8"))
-    row, how, folder = Row(**given["row"]), given["how"], Path(given["folder"])
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -263,7 +259,42 @@ def train(file: str) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:  # where a model is loaded; empty, as a rehearsal computes nothing of that size
         model.to_empty(device="cpu").tie_weights()
-    if row.method == "lora":
+    return model
+
+
+def _quantised(folder: Path, how: str, random_weights: bool) -> Any:
+    """Return the model as QLoRA's users load it; ``random_weights``: write a file of them first."""
+    import torch
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if random_weights and not any(folder.glob("*.safetensors")):
+        _random(folder).save_pretrained(folder)
+        torch.cuda.empty_cache()
+    stored = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=stored, dtype=torch.bfloat16)
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=how == "checkpointing")
+
+
+def train(file: str) -> None:
+    """Train a row in this process, which a rehearsal may have prepared."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from hf_actswap import ActSwapTrainingArguments
+
+    given = json.loads(Path(file).read_text(encoding="utf-8"))
+    row, how, folder = Row(**given["row"]), given["how"], Path(given["folder"])
+    if row.method == "qlora":
+        model = _quantised(folder, how, random_weights=given["measures"])
+    else:
+        model = _random(folder)
+    if row.method != "full":
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -20,7 +20,16 @@ from rich.table import Table
 
 from ..errors import ActSwapError, Problem
 from ..rehearsal import Options, device_facts
-from .options import AskedStep, AutocastName, DtypeName, Lora, ModelRequest, PaperOptimizerName, PlanRequest
+from .options import (
+    AskedStep,
+    AutocastName,
+    DtypeName,
+    Lora,
+    ModelRequest,
+    PaperOptimizerName,
+    PlanRequest,
+    QuantizeName,
+)
 from .output import Answer, folded_by_layer, heading, listed, size_text, step_ms_text, table_of
 
 Process = Mapping[str, Any]
@@ -33,6 +42,9 @@ _OPTIMIZERS: Mapping[str, PaperOptimizerName] = {
     "Adam": "adamw",
     "SGD": "sgd",
     "Adafactor": "adafactor",
+    "adamw_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw_32bit",
 }
 _MODE = "auto.yaml"
 _ROWS = {
@@ -152,13 +164,28 @@ def _request(
     adapters, lora = seen.get("adapters"), None
     if adapters is not None and adapters["r"]:
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
-    kind, autocast = device_facts(options.device).kind, _HALVES.get(seen.get("autocast", ""))
+    facts, autocast = device_facts(options.device), _HALVES.get(seen.get("autocast", ""))
+    # What the device itself has for a process the planner knows better, to some MiB.
+    is_smaller = options.memory_bytes() < facts.memory_bytes
     return PlanRequest(
-        model=ModelRequest(folder, _TYPES.get(seen.get("dtype") or ""), lora),
+        model=_model(seen, folder, lora),
         config=str(Path(folder) / _MODE),
-        step=AskedStep(seen.get("batch"), seen.get("tokens"), kind, autocast, optimizer),
-        budget_bytes=options.program_bytes(),
+        step=AskedStep(seen.get("batch"), seen.get("tokens"), facts.kind, autocast, optimizer),
+        budget_bytes=options.program_bytes() if is_smaller else None,
     )
+
+
+def _model(seen: Mapping[str, Any], folder: str, lora: Lora | None) -> ModelRequest:
+    dtype = seen.get("dtype") or ""
+    stored = json.loads(seen["config"]).get("quantization_config") or {}
+    if not (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
+        return ModelRequest(folder, _TYPES.get(dtype), lora)
+    double = stored.get("bnb_4bit_use_double_quant")
+    quantize: QuantizeName = "8bit" if stored.get("load_in_8bit") else "4bit" if double else "4bit-single"
+    computes = f"torch.{stored.get('bnb_4bit_compute_dtype', 'float16')}"
+    prepared = dtype == "torch.float32"  # the largest weight that is not quantised
+    base = _TYPES.get(computes if prepared else dtype)
+    return ModelRequest(folder, base, lora, quantize, prepared=prepared)
 
 
 _MARKED = ("weights", "gradients", "optimizer states")

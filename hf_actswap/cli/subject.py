@@ -215,6 +215,24 @@ class _LinearWithSavedInput(torch.autograd.Function):
         return (gradients[0].to(weight.dtype) @ weight).to(input.dtype), None, None
 
 
+def _product_in_own_type(input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    with torch.autocast(input.device.type, enabled=False):
+        return nn.functional.linear(input, weight, bias)
+
+
+class _Linear4bitProduct(torch.autograd.Function):
+    """One node of autograd, as bitsandbytes' ``MatMul4Bit``: points of release count nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        ctx.weight = weight
+        return _product_in_own_type(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0] @ ctx.weight, None, None
+
+
 class QuantisedLinear(nn.Linear):
     """A frozen layer of a model of `model_on_meta` whose weight is stored in four or eight bits.
 
@@ -249,7 +267,9 @@ class Linear4bit(QuantisedLinear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        result = super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        needs_node = torch.is_grad_enabled() and input.requires_grad
+        product: Any = _Linear4bitProduct.apply if needs_node else _product_in_own_type
+        result: torch.Tensor = product(input.to(self.weight.dtype), self.weight, self.bias).to(input.dtype)
         return result.clone() if self.adapted else result
 
 

@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrize
@@ -130,6 +131,7 @@ _HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "tran
 
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _DEVICE = torch.ops.prim.device.default
 _VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
@@ -193,7 +195,25 @@ class _FakeTensors(FakeTensorMode):
     PyTorch caches the result of each op, and spends most of a dry run on describing the arguments for the
     cache's key: the description here is shorter. PyTorch does not cache ``_unsafe_view`` (one in each linear
     layer), which below autograd is the same as ``view``.
+
+    Args:
+        real_as: where real tensors are taken to be that an op meets (the scales of bitsandbytes' weights, a
+            tensor in a closure). ``None``: where they are.
     """
+
+    def __init__(self, real_as: torch.device | None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._real_as = real_as
+
+    def validate_and_convert_non_fake_tensors(
+        self, func: Any, converter: Any, flat_args: Sequence[object], args_spec: Any
+    ) -> tuple[list[object], list[FakeTensor]]:
+        made, fakes = super().validate_and_convert_non_fake_tensors(func, converter, flat_args, args_spec)
+        if self._real_as is not None:
+            for given, fake in zip(flat_args, made, strict=True):
+                if given is not fake and isinstance(fake, FakeTensor):
+                    fake.fake_device = self._real_as
+        return made, fakes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -243,8 +263,10 @@ def is_dry(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def fakes_only() -> Iterator[None]:
+def fakes_only(real_as: torch.device | None = None) -> Iterator[None]:
     """Make tensors fake, without an address; autograd creates its nodes, but they save nothing.
+
+    Real tensors that an op meets are taken to be on ``real_as``; ``None``: where they are.
 
     Ctrl-C waits until the end: PyTorch also calls fake tensors from C++ code that may not throw, where an
     interrupt would end the process (``terminate called after throwing an instance of 'python_error'``).
@@ -261,7 +283,8 @@ def fakes_only() -> Iterator[None]:
         # Innermost hooks win: those around us (offloading, counting) do not meet fake tensors.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))
         stack.enter_context(_own_parametrized())
-        stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
+        stack.enter_context(_own_parameters())
+        stack.enter_context(_FakeTensors(real_as))
         yield
 
 
@@ -276,7 +299,28 @@ def _own_parametrized() -> Iterator[None]:
 
 
 @contextmanager
-def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _own_parameters() -> Iterator[None]:
+    """Take parameters of classes of their own (bitsandbytes' ``Params4bit``) for parameters.
+
+    As PyTorch does from 2.13 on. Before, an op on one of them said that no mode can run it.
+    """
+    is_other = fake_tensor._check_for_subclass_arg
+
+    def is_subclass(x: object) -> bool:
+        own = isinstance(x, nn.Parameter) and type(x).__torch_dispatch__ is _NO_DISPATCH
+        return not own and is_other(x)
+
+    fake_tensor._check_for_subclass_arg = is_subclass
+    try:
+        yield
+    finally:
+        fake_tensor._check_for_subclass_arg = is_other
+
+
+@contextmanager
+def dry_call(
+    model: nn.Module, kwargs: Mapping[str, Any], real_as: torch.device | None = None
+) -> Iterator[dict[str, Any]]:
     """Prepare a call of ``model`` on fake tensors: its hooks are off, and nothing is compiled.
 
     What the call changes in the model is put back (`unchanged`). Yields the real call's arguments ``kwargs``
@@ -284,7 +328,7 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
     """
     named = without_idle_mask(kwargs)
     packed = nullcontext() if holds_several_sequences(named) else assume_unpacked_rows()
-    with uninterrupted(), silenced_log(), unchanged(model), hooks_off(model), packed, fakes_only():
+    with uninterrupted(), silenced_log(), unchanged(model), hooks_off(model), packed, fakes_only(real_as):
         yield named
 
 

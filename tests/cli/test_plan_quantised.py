@@ -1,7 +1,7 @@
 """What ``plan`` predicts for a base that bitsandbytes quantises, and what a training with bitsandbytes keeps.
 
-bitsandbytes is not among the tests' packages: without it, the predictions are compared with what was counted
-with bitsandbytes 0.50.2 and PEFT 0.21, and nothing is trained.
+Without bitsandbytes the predictions are compared with what was counted with bitsandbytes 0.50.2 and PEFT
+0.21, and nothing is trained.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ pytest.importorskip("scipy")
 peft = pytest.importorskip("peft")
 
 SEQUENCES, TOKENS, WORDS = 2, 128, 512
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+ON_DEVICE = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])
 COUNTED_BYTES = {
     ("prepared", "bf16"): 3_347_456,
     ("prepared", "none"): 3_924_992,
@@ -133,7 +135,7 @@ def seen_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": asked(kind))
 
 
-def quantised(base: Path, prepared: str) -> Any:
+def quantised(base: Path, prepared: str, device: str = "cpu") -> Any:
     """Return the model with adapters on a base that bitsandbytes has quantised."""
     from transformers import BitsAndBytesConfig
 
@@ -141,7 +143,7 @@ def quantised(base: Path, prepared: str) -> Any:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
     model: Any = AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=settings, dtype=torch.bfloat16
+        base, quantization_config=settings, dtype=torch.bfloat16, device_map={"": device}
     )
     if prepared == "prepared":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -188,19 +190,21 @@ def test_bitsandbytes_trains_under_a_plan(run: Run, base: Path, prepared: str, a
 
 @pytest.mark.usefixtures("seen_autocast")
 @pytest.mark.parametrize("prepared", ["prepared", "as it is"])
-def test_auto_sees_the_same_step(base: Path, prepared: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", ON_DEVICE])
+def test_auto_sees_the_same_step(base: Path, prepared: str, device: str) -> None:
     """``auto`` computes the step of the quantised model from shapes, ``plan`` that of a model made for it."""
     pytest.importorskip("bitsandbytes")
     asked = ModelRequest(str(base), "bf16", Lora(8, ("all-linear",)), "4bit", prepared=prepared == "prepared")
     ids = torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)
     found = []
-    for model in (quantised(base, prepared), model_on_meta(asked)):
+    for model in (quantised(base, prepared, device), model_on_meta(asked)):
         with torch.autocast("cpu", torch.bfloat16):
             batch = {"input_ids": ids, "labels": ids}
             profile = profile_from_shapes(model, model_structure(model), batch, "H100")
         paths = (event.call[1].replace("gemm_4bit", "linear") for event in profile.op_events)
         names = [path.replace("base_layer.clone", "clone") for path in paths]  # the adapter's copy
-        found.append((names, [event.forward_ms for event in profile.op_events]))
+        nodes = [event.first_op for event in profile.op_events]  # of autograd: what windows count
+        found.append((names, nodes, [event.forward_ms for event in profile.op_events]))
     assert found[0] == found[1]
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,6 @@ from hf_actswap.cli.output import Answer
 from hf_actswap.cli.program import run_program
 from hf_actswap.cli.rehearsal_report import read_reports, rehearsed
 from hf_actswap.rehearsal import Options
-from hf_actswap.rehearsal.launch import SETTINGS, STARTUP
 
 from .conftest import TINY, Run
 
@@ -56,20 +54,6 @@ def test_pytorch_without_cuda_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     ended = run("rehearse", "--device", "H100", "--", sys.executable, "-c", "1")
     assert ended.code == 2
     assert "expected PyTorch's CUDA build, found torch" in " ".join(ended.err.split())
-
-
-def test_bitsandbytes_is_rejected_by_name(tmp_path: Path) -> None:
-    (tmp_path / "bitsandbytes.py").touch()
-    found = {
-        **os.environ,
-        SETTINGS: "name=none",
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", "import bitsandbytes"], env=found, capture_output=True, text=True, timeout=60
-    )
-    assert "ImportError: a rehearsal cannot run bitsandbytes" in done.stderr
-    assert "hf-actswap plan --lora" in done.stderr
 
 
 def test_the_exit_code_is_the_programs() -> None:
@@ -204,6 +188,28 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert document["fits"] is False
     assert document["advice"]["plan"]["step"]["device"] == "A100-40"
     assert "What to change" not in text_of(rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
+
+
+@pytest.mark.parametrize("device", ["H200", "H100", "A100-80", "A100-40", "B200", "L40S", "RTX 4090"])
+def test_the_planner_may_use_all_that_a_device_has(device: str) -> None:
+    """What the rehearsal and the planner know of it differs by some MiB."""
+    process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
+    advice = rehearsed(Options(device), [process], 1).document["advice"]
+    assert advice["plan"]["step"]["device"] == device
+    assert advice["said"] == []
+
+
+def test_the_planner_is_told_how_a_base_is_quantised() -> None:
+    process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)
+    subject = process["subject"]
+    stored = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    subject["config"] = json.dumps({**json.loads(subject["config"]), "quantization_config": stored})
+    subject |= {"dtype": "torch.float32", "optimizer": "paged_adamw_8bit"}  # embeddings, once prepared
+    subject["adapters"] = {"kind": "LORA", "r": 8, "targets": ["q_proj", "v_proj"], "dropout": 0.0}
+    plan = rehearsed(Options("A100-40"), [process], 1).document["advice"]["plan"]
+    assert plan["step"]["optimizer"] == "paged_adamw_8bit"
+    assert plan["model"]["dtype"] == "bf16, fp32"
+    assert plan["model"]["quantize"] == "4bit"
 
 
 @pytest.mark.slow

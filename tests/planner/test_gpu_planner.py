@@ -29,6 +29,7 @@ from hf_actswap.planner import (
     StepRecorder,
     predict,
     profile_from_json,
+    profile_from_shapes,
     profile_to_json,
 )
 from hf_actswap.planner.plan_file import best_trial
@@ -265,3 +266,15 @@ def test_compiled_layers_are_planned_and_survived() -> None:
     assert found.phases[-1] == "stable"
     assert found.losses == pytest.approx(plain.losses, rel=1e-3)  # other kernels round differently
     assert max(found.peaks) <= limit
+
+
+def test_a_tensor_that_is_no_weight_may_be_on_the_device() -> None:
+    """On paper weights are on the CPU; this one is met where it is."""
+    model = llama(layers=2, width=512)
+    scale = torch.full((512,), 0.5, device=DEVICE, dtype=torch.bfloat16)
+    layer = model.model.layers[0]
+    original = layer.mlp.forward
+    layer.mlp.forward = lambda hidden: original(hidden) * scale
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    profile = profile_from_shapes(model, model_structure(model), {"input_ids": ids, "labels": ids}, "H100")
+    assert profile.saved.storages

@@ -75,14 +75,38 @@ if rank == 0:
     print("all_reduce", begin.elapsed_time(end))
 dist.destroy_process_group()
 """
+QLORA = """
+import sys, torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from hf_actswap import ActSwapTrainingArguments
+stored = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+model = AutoModelForCausalLM.from_pretrained("model", quantization_config=stored, dtype=torch.bfloat16)
+model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+ids = torch.arange(2048) % 1000
+args = ActSwapTrainingArguments(
+    output_dir="out", per_device_train_batch_size=2, max_steps=4, bf16=True, optim=sys.argv[1],
+    report_to="none", save_strategy="no", disable_tqdm=True,
+    actswap=None if sys.argv[2] == "none" else sys.argv[2],
+)
+Trainer(model=model, args=args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8).train()
+"""
 
 
 def rehearse(
-    tmp_path: Path, *words: str, program: str = LOOP, launch: tuple[str, ...] = ()
+    tmp_path: Path,
+    *words: str,
+    program: str = LOOP,
+    launch: tuple[str, ...] = (),
+    config: dict[str, Any] = CONFIG,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run a program as a user would, outside of any rehearsal; return how it ended and the report."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(program)
     options, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
     outside = {name: value for name, value in os.environ.items() if name not in _INSIDE}
@@ -161,15 +185,31 @@ def test_each_rank_has_a_report(tmp_path: Path) -> None:
     ]
 
 
-def test_bitsandbytes_configs_are_rejected_by_name(tmp_path: Path) -> None:
-    program = """
-from transformers import BitsAndBytesConfig
-try:
-    BitsAndBytesConfig(load_in_4bit=True)
-except RuntimeError as error:
-    print(error)
-import torch
-torch.ones(1, device="cuda")
-"""
-    done, _ = rehearse(tmp_path, "--device", "A100-40", "--", program=program)
-    assert "a rehearsal cannot run bitsandbytes" in done.stdout
+@pytest.mark.parametrize(("optimizer", "asked"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit",) * 2])
+def test_qlora_needs_what_a_plan_on_paper_says(tmp_path: Path, optimizer: str, asked: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "plan").mkdir()
+    config = {**CONFIG, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    (tmp_path / "plan" / "config.json").write_text(json.dumps(config))
+    step = ["--device", "RTX 4090", "--seq", "2048", "--batch", "2", "--optimizer", asked, "--json"]
+    method = ["--lora", "r=16,targets=all-linear", "--quantize", "4bit", "--prepare-kbit"]
+    command = [sys.executable, "-m", "hf_actswap.cli", "plan", str(tmp_path / "plan"), *step, *method]
+
+    def planned(*more: str) -> dict[str, Any]:
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        document: dict[str, Any] = json.loads(done.stdout)["predicted"]
+        return document
+
+    nothing = planned()["nothing"]["peak_bytes"]
+    everything = planned()["recompute all"]["peak_bytes"]
+    budget = f"{(nothing + everything) / 2 / 0.97 / 2**30:.4f}GiB"
+    saved = tmp_path / "plan.yaml"
+    predicted = planned("--budget", budget, "--save", str(saved))["planned"]
+    assert predicted["swapped_bytes"] > 0
+    options = ("--device", "RTX 4090", "--clock", "--host-memory", "8GiB", "--")
+    _, report = rehearse(tmp_path, *options, optimizer, str(saved), program=QLORA, config=config)
+    (process,) = report["processes"]
+    assert process["steps"] == 4
+    assert process["out_of_memory"] == []
+    assert 0.97 < process["devices"]["0"]["peak_bytes"] / predicted["peak_bytes"] < 1.002

@@ -139,7 +139,9 @@ class StepOrder:
         for order, op in self.profile.hooks:
             if (order, op) not in listed:
                 op_event = max(bisect_right(first_ops, op) - 1, 0)
-                found.append(Pack(order + 0.5, op_event, op, False))
+                # A weight is saved before its op runs. The loss saves what it has made itself.
+                is_loss = self.op_events[op_event].call[0] is None
+                found.append(Pack(order + 0.5, op_event, op, at_end=is_loss))
         return sorted(found, key=lambda pack: (pack.order, pack.op))
 
     def _function_events(self) -> dict[OpCall, int]:

@@ -125,7 +125,7 @@ def _profile(
     with_workspaces: bool,
 ) -> Profile:
     meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
-    with dry_call(model, batch) as named:
+    with dry_call(model, batch, real_as=_CPU) as named:
         state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
         call = tree_map_only(torch.Tensor, _on_cpu, fake_batch(named, _CPU))
         trained = [tensor for tensor in state.values() if tensor.requires_grad]

@@ -1,5 +1,5 @@
-// The values that the device's kernels do not compute. Each op that PyTorch has for CUDA gets another kernel, for all
-// threads: it calls PyTorch's own (which allocates, and launches kernels that do nothing) and computes the values on the CPU
+// The values that the device's kernels do not compute. Each op that PyTorch, or a library that is told by name, has for
+// CUDA gets another kernel, for all threads: it calls PyTorch's own (which allocates, and launches kernels that do nothing) and computes the values on the CPU
 // over the same memory, which is the process's own.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -410,16 +410,16 @@ size_t give(const std::string& text, char* to, size_t length) {
   return text.size();
 }
 
-void replace_kernels() {
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+// Replace the CUDA kernels of the ops of one library ("aten": PyTorch's own).
+void replace_kernels(const std::string& owner) {
+  auto* library = new torch::Library(torch::Library::IMPL, owner, c10::DispatchKey::CUDA, __FILE__, __LINE__);
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
-    if (!starts_with(name.name, "aten::")) continue;
+    if (!starts_with(name.name, (owner + "::").c_str())) continue;
     auto op = dispatcher.findSchema(name);
     if (!op) continue;
     Kind kind = kind_of(name.name, name.overload_name);
@@ -443,7 +443,15 @@ void rehearsal_install(int level, uint64_t most_bytes) {
   using namespace rehearsal;
   state().level = (Level)level;
   state().most_bytes = most_bytes;
-  replace_kernels();
+  replace_kernels("aten");
+}
+
+// The same for the ops that another library has registered for CUDA and for the CPU.
+void rehearsal_install_ops_of(const char* owner) { rehearsal::replace_kernels(owner); }
+
+// What a kernel moves that a library launches outside PyTorch's ops.
+void rehearsal_kernel_moved(int device, double bytes) {
+  rehearsal_op_ran(rehearsal::stream_now((c10::DeviceIndex)device), bytes, 0, 1);
 }
 
 // Call when the allocator has been initialized. Memory that is allocated in the order of a stream is filled by the runtime.

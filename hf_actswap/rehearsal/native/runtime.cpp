@@ -247,6 +247,8 @@ cudaError_t cudaHostAlloc(void** found, size_t bytes, unsigned) {
   pages_locked(bytes);
   return *found ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
+// Managed memory is host memory here: what a paged optimizer keeps, where the device has no room for it.
+cudaError_t cudaMallocManaged(void** found, size_t bytes, unsigned) { return cudaHostAlloc(found, bytes, 0); }
 cudaError_t cudaFreeHost(void* at) {
   Guard guard(order().mutex);
   order().synchronize_all();

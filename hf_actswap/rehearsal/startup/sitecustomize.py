@@ -39,14 +39,16 @@ def _install(torch: ModuleType) -> None:
         return
     ctypes.CDLL(None).rehearsal_kernels_are_for(_newest_kernels(torch, settings))
     arithmetic = ctypes.CDLL(settings["arithmetic"], mode=ctypes.RTLD_GLOBAL)
+    native = importlib.import_module("rehearsed_program.native").Native(arithmetic)
     if settings["level"] != "0" or settings["races"] != "0" or "clock" in settings:
         arithmetic.rehearsal_install(int(settings["level"]), ctypes.c_uint64(int(settings["small_bytes"])))
+        rehearse = _of_program("bitsandbytes_kernels", "rehearse_kernels")
+        _startup.after_imports({"bitsandbytes": lambda library: rehearse(library, native)})
     else:  # nobody asks what ops do: they are PyTorch's own, and take the host as long as on a device
         torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda._lazy_call(arithmetic.rehearsal_watch_allocations)
     refused = importlib.import_module("rehearsed_program.refused")
     refused.refuse_compilation(torch)
-    native = importlib.import_module("rehearsed_program.native").Native(arithmetic)
     folder = os.environ.get("HF_ACTSWAP_REHEARSAL_REPORTS")
     if not folder:
         atexit.register(_name_what_is_missing, native)
@@ -81,18 +83,16 @@ def _name_what_is_missing(native: Any) -> None:
             sys.stderr.write(f"rehearsal: {what}: {', '.join(found)}\n")
 
 
-def _of_program(module: str, function: str) -> Callable[[ModuleType], None]:
+def _of_program(module: str, function: str) -> Callable[..., None]:
     """Return a function of the package beside this file, which is imported when it is called."""
-    return lambda found: getattr(importlib.import_module(f"rehearsed_program.{module}"), function)(found)
+    return lambda *given: getattr(importlib.import_module(f"rehearsed_program.{module}"), function)(*given)
 
 
 def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
-    found = {
+    found: dict[str, Callable[[ModuleType], None]] = {
         "torch": _install,
         "hf_actswap.engine.host_memory": _of_program("host_pages", "limit"),
         "hf_actswap.engine.host_pool": _of_program("host_pages", "touch_nothing"),
-        "bitsandbytes": _of_program("refused", "refuse_bitsandbytes"),
-        "transformers.utils.quantization_config": _of_program("refused", "refuse_its_config"),
         "triton.runtime.jit": _of_program("triton_kernels", "launch_nothing"),
         "triton.runtime.autotuner": _of_program("triton_kernels", "tune_nothing"),
     }

@@ -37,11 +37,7 @@ def load_no_weights(modeling: ModuleType) -> None:
             config = cls.config_class.from_pretrained(name, **kept)
         config = copy.deepcopy(config)
         config.name_or_path = str(name)
-        if getattr(config, "quantization_config", None) or options.get("quantization_config"):
-            raise RuntimeError(
-                "a rehearsal with --no-weights makes models of plain weights: leave quantization_config out, "
-                "or rehearse with the quantised files and without --no-weights."
-            )
+        quantizer, place = _quantizer(modeling, config, options.get("quantization_config"), place)
         dtype = (
             getattr(torch, wanted.removeprefix("torch."))
             if isinstance(wanted, str) and wanted != "auto"
@@ -51,14 +47,51 @@ def load_no_weights(modeling: ModuleType) -> None:
             dtype = getattr(config, "dtype", None) or torch.get_default_dtype()
         with _weights_on_meta(torch):
             model = cls._from_config(config, dtype=dtype, **own)
+            if quantizer is not None:
+                quantizer.preprocess_model(model=model, dtype=dtype, device_map=place)
+        if quantizer is not None:
+            _take_quantised_memory(torch, model, quantizer, dtype, _first_device(place))
         _take_memory(torch, model)
         model.tie_weights()
         model.eval()
         if place is not None:
             model.to(_first_device(place))
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+            quantizer.postprocess_model(model)
         return (model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}) if told else model
 
     base.from_pretrained = classmethod(from_pretrained)
+
+
+def _quantizer(modeling: Any, config: Any, asked: Any, place: Any) -> tuple[Any, Any]:
+    """Return what quantises the weights, or ``None``, and where they go.
+
+    Raises:
+        RuntimeError: they are quantised by something else than bitsandbytes.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if stored is None and asked is None:
+        return None, place
+    quantizer, _, place = modeling.get_hf_quantizer(config, asked, place, True, {})
+    if type(quantizer).__module__.rpartition(".")[2] not in ("quantizer_bnb_4bit", "quantizer_bnb_8bit"):
+        raise RuntimeError(
+            "a rehearsal with --no-weights makes plain weights and those of bitsandbytes: leave "
+            "quantization_config out, or rehearse with the quantised files and without --no-weights."
+        )
+    quantizer.pre_quantized = False  # a file's quantised weights are made here
+    return quantizer, place
+
+
+def _take_quantised_memory(torch: ModuleType, model: Any, quantizer: Any, dtype: Any, device: Any) -> None:
+    """Quantise weights that nobody wrote, one after the other as they are when a model is loaded."""
+    convert = quantizer.get_quantize_ops().convert
+    names = [name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)]
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        weight = torch.empty(module.out_features, module.in_features, dtype=dtype, device=device)
+        made = convert({name: [weight]}, full_layer_name=name, model=model)[name]
+        module._parameters[name.rpartition(".")[2]] = made
 
 
 @contextmanager

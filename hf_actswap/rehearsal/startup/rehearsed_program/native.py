@@ -32,6 +32,14 @@ class Native:
         finally:
             self.runtime.rehearsal_host_goes_on(stands)
 
+    def install_ops_of(self, owner: str) -> None:
+        """Let the ops that a library has registered have values and take time, as PyTorch's own do."""
+        self.arithmetic.rehearsal_install_ops_of(owner.encode())
+
+    def kernel_moved(self, device: int, moved_bytes: int) -> None:
+        """Tell the clock what a kernel moved that no op launched, on the stream that is current."""
+        self.arithmetic.rehearsal_kernel_moved(ctypes.c_int(device), ctypes.c_double(moved_bytes))
+
     def stubs(self) -> dict[str, int]:
         """Return the functions of CUDA that were called and do nothing -> calls."""
         found, number, name = {}, 0, ctypes.c_char_p()

@@ -94,11 +94,21 @@ class Subject:
     def note_optimizer(self, optimizer: Any) -> None:
         """Note what the optimizer is."""
         group = optimizer.param_groups[0] if optimizer.param_groups else {}
-        self._found["optimizer"] = type(optimizer).__name__
+        self._found["optimizer"] = _optimizer_name(optimizer)
         self._found["momentum"] = bool(group.get("momentum"))
         # PyTorch's default on CUDA: `foreach` is None there, and an optimizer of others has no such key.
         whole = not group.get("fused") and group.get("foreach", False) is not False
         self._found["foreach"] = whole
+
+
+def _optimizer_name(optimizer: Any) -> str:
+    """Return its class, or of one of bitsandbytes what transformers calls it (``paged_adamw_8bit``)."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("bitsandbytes."):
+        return kind.__name__
+    bits, paged = getattr(optimizer.args, "optim_bits", 32), getattr(optimizer, "is_paged", False)
+    name = kind.__name__.lower().removeprefix("paged").removesuffix("8bit").removesuffix("32bit")
+    return f"{'paged_' * paged}{name}_{bits}bit"
 
 
 def _adapters(configs: Any) -> dict[str, Any] | None:

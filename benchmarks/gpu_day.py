@@ -126,6 +126,7 @@ GPU_TESTS = (
     "tests/engine/test_device_allocator.py",
     *("tests/planner/test_gpu_optimizer_states.py", "tests/engine/test_slabs.py"),
     *("tests/engine/test_with_liger.py", "tests/parallel/test_random_streams.py"),
+    "tests/cli/test_plan_quantised.py",  # with bitsandbytes
     *("tests/benchmarks/test_frontier_methods.py", "tests/robustness/test_growth.py"),
 )
 

@@ -22,6 +22,7 @@ from ..plan.model_structure import unwrapped
 from ..planner.budget import allocatable_bytes, budget_bytes
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction, Profile
+from ..planner.states.state_bytes import state_bytes
 from ..stream import ChunkedStep, problems_of_model
 from .options import PlanRequest
 from .output import Answer, busy, heading, listed, size_text, step_ms_text, table_of
@@ -34,7 +35,6 @@ from .step import (
     prediction_document,
     problems_in_backward,
     profile_of,
-    state_bytes,
     stepped_in_backward,
     with_states_of,
 )

@@ -24,6 +24,7 @@ from ..planner.budget import (
     fits_outside_backward,
     impossible,
     limits_of,
+    with_fragments,
 )
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
@@ -36,15 +37,9 @@ from ..planner.search.states_place import (
     with_states_in_passing,
     with_states_on_host,
 )
+from ..planner.states.state_bytes import state_bytes
 from .output import busy, size_text, step_ms_text
-from .step import (
-    StepShape,
-    ladder_of,
-    profile_of,
-    recompute_everything,
-    state_bytes,
-    weights_on_host,
-)
+from .step import StepShape, ladder_of, profile_of, recompute_everything, weights_on_host
 from .subject import AnalysedModel
 
 LEAST = "least budget"
@@ -271,7 +266,7 @@ def costly_fates_note(steps: Mapping[str, Prediction]) -> Iterator[str]:
         size_text(max(steps[NOTHING].peak_bytes - steps[name].peak_bytes, 0))
         for name in (BY_HAND, PLANNER_SAME_PEAK)
     )
-    budget = math.ceil(steps[BY_HAND].peak_bytes / (1 - MARGIN_SHARE) / GIB * 100) / 100
+    budget = math.ceil(with_fragments(steps[BY_HAND].peak_bytes) / GIB * 100) / 100
     budget = min(budget, math.floor(steps[NOTHING].peak_bytes / GIB * 100) / 100)  # else nothing needs a plan
     cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (BY_HAND, PLANNER_SAME_PEAK))
     yield (

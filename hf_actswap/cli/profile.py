@@ -37,6 +37,7 @@ from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.meter import device_name as name_of
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.recorder import DeviceClock, StepRecorder
+from ..planner.states.state_bytes import state_bytes
 from ..planner.warm_up import with_memory_of
 from ..report import PlannerBar
 from . import options
@@ -51,7 +52,6 @@ from .step import (
     not_run,
     prediction_document,
     profile_of,
-    state_bytes,
 )
 from .subject import DTYPES, AnalysedModel, ModelError, parameters_of, random_model, subject
 

@@ -34,81 +34,9 @@ from ..planner.record.shapes import (
 )
 from ..planner.states.in_backward import KEY
 from ..planner.states.optimizer_states import DEFAULT_SHARE
+from ..planner.states.state_bytes import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
 from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear
-
-_SMALL_8BIT, _BLOCK = 4096, 256
-_SMALL_PAGED = 100_000
-
-
-def _own_type(weight: torch.Tensor) -> int:
-    """Two moments in the type of the weight: torch.optim's AdamW."""
-    return 2 * weight.nbytes
-
-
-def _fp32(weight: torch.Tensor) -> int:
-    """Two moments in fp32: bitsandbytes' 32-bit Adam."""
-    return 8 * weight.numel()
-
-
-def _master(weight: torch.Tensor) -> int:
-    """Two fp32 moments, and an fp32 copy of weights of other types: mixed-precision Adam.
-
-    Source: ZeRO, section 3.1 (K = 12); DeepSpeed and Megatron.
-    """
-    return _fp32(weight) + (0 if weight.dtype == torch.float32 else 4 * weight.numel())
-
-
-def _8bit(weight: torch.Tensor) -> int:
-    """Two bytes an element, and an fp32 maximum for each block of a moment: 8-bit Adam.
-
-    Source: Dettmers et al., 2110.02861, section 2. Blocks have 256 elements (bitsandbytes since 0.44);
-    tensors of fewer than 4,096 elements keep fp32.
-    """
-    if weight.numel() < _SMALL_8BIT:
-        return _fp32(weight)
-    return 2 * (weight.numel() + 4 * -(-weight.numel() // _BLOCK))
-
-
-def _adafactor(weight: torch.Tensor) -> int:
-    """fp32 means of rows and columns of the squared gradient: transformers' Adafactor."""
-    if weight.dim() < 2:
-        return 4 * weight.numel()
-    return 4 * (weight.numel() // weight.shape[-1] + weight.numel() // weight.shape[-2])
-
-
-_STATES: dict[str, Callable[[torch.Tensor], int]] = {
-    "adamw": _own_type,
-    "adamw_torch": _own_type,
-    "adamw_master": _master,
-    "adamw_8bit": _8bit,
-    "paged_adamw_32bit": _fp32,
-    "paged_adamw_8bit": _8bit,
-    "adafactor": _adafactor,
-    "sgd": lambda _: 0,
-    "none": lambda _: 0,
-}
-
-
-def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of an optimizer's states for trained weights: those on the device, and paged ones.
-
-    An 8-bit optimizer has fp32 states for embeddings, which transformers' Trainer asks bitsandbytes for. The
-    states of a paged optimizer stay on the device for tensors of fewer than 100,000 elements (bitsandbytes'
-    ``get_state_buffer``). Of no optimizer (``None``) both are 0.
-    """
-    if optimizer is None:
-        return 0, 0
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    here = paged = 0
-    for weight in _trained(model):
-        of_8bit = optimizer.endswith("8bit") and id(weight) in embeddings
-        size_bytes = (_fp32 if of_8bit else _STATES[optimizer])(weight)
-        if optimizer.startswith("paged") and weight.numel() >= _SMALL_PAGED:
-            paged += size_bytes
-        else:
-            here += size_bytes
-    return here, paged
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -344,9 +272,10 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
             for path, module in layer.named_modules():
                 if isinstance(module, QuantisedLinear):
                     less[id(module.weight)] = module.weight.nbytes - _QUANTIZED[found.quantize](module.weight)
-                    passing[index, path] = module.weight.nbytes
+                    product = index, f"{path}.linear"  # not the casts before and after it
+                    passing[product] = module.weight.nbytes
                     read_bytes = module.weight.nbytes - less[id(module.weight)]
-                    passing_ms[index, path] = (read_bytes + module.weight.nbytes) / rate
+                    passing_ms[product] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
     weight_bytes = profile.weight_bytes - sum(less.values())
     scale = Fraction(1)

@@ -360,6 +360,17 @@ def small_real_call(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(before)
 
 
+def set_to_train(model: nn.Module) -> None:
+    """Let a model that is in evaluation mode run as in training, within a context that restores it.
+
+    transformers loads models in evaluation mode, and a trainer changes it when it trains. ``train()`` is not
+    called: some models change their weights in it.
+    """
+    if not model.training:
+        for module in model.modules():
+            module.training = True
+
+
 def check_device(device: torch.device) -> None:
     """Raise `ValueError` if PyTorch was built without such devices: autograd on one would end the process."""
     accelerator = torch.accelerator.current_accelerator()

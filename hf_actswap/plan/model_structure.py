@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
-from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights, small_real_call
+from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights, set_to_train, small_real_call
 from .forward_recorder import ForwardRecorder
 from .op_facts import is_communication
 from .opnames import ATTENTION_CORE, ATTENTION_MODULES
@@ -428,6 +428,7 @@ def _record_layers(
     recorder = ForwardRecorder(scopes, attention, None)
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
+            set_to_train(model)
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
         return records_of(recorder), ""
@@ -441,6 +442,7 @@ def _record_layers(
     recorder = ForwardRecorder(scopes, attention, None)
     try:
         with small_real_call(model), expert_stand_ins(layers, recorder.record_opaque_module):
+            set_to_train(model)
             recorder.own((*model.parameters(), *model.buffers()), None)
             recorder.run_on_fakes(model, root, {}, (), example_batch(model, model.parameters()))
     except Exception:

@@ -18,6 +18,9 @@ MARGIN_SHARE = 0.03
 """Share of a device, or of a budget on paper, that no tensor of a step takes: for fragments, which are parts
 of pages that PyTorch's allocator holds and cannot give back, and for kernels' workspaces. In rehearsal, with
 expandable segments, parts of pages took at most 1.3 % of what was allocated (docs/rehearsal.md)."""
+_FRAGMENTS_BYTES, _MOST_FRAGMENTS_SHARE = 400 << 20, 0.05
+"""What is left to fragments of a named budget at least, but for small budgets no more than this share. Pages
+have 20 MiB whatever the step is: in rehearsal parts of 10 to 15 of them stayed, in steps of 7 and 9 GiB."""
 HOLES_SHARE = 0.02
 """Share that is left free in addition where the optimizer's states leave during a forward."""
 
@@ -90,10 +93,20 @@ def allocatable_bytes(profile: Profile, memory: MemoryConfig, budget: int) -> in
     """
     if profile.source == "measured":
         return budget - profile.reserved_bytes
-    allocatable = budget if memory.budget_gib is None else budget - round(MARGIN_SHARE * budget)
+    allocatable = budget if memory.budget_gib is None else budget - _fragments_of(budget)
     return (
         beside_leaving_states(profile, allocatable) if memory.preference == "memory_saving" else allocatable
     )
+
+
+def _fragments_of(budget: int) -> int:
+    return round(max(MARGIN_SHARE * budget, min(_FRAGMENTS_BYTES, _MOST_FRAGMENTS_SHARE * budget)))
+
+
+def with_fragments(allocated_bytes: int) -> int:
+    """Return the least budget, named, in which a step on paper may allocate so much."""
+    least = min(allocated_bytes + _FRAGMENTS_BYTES, allocated_bytes / (1 - _MOST_FRAGMENTS_SHARE))
+    return math.ceil(max(allocated_bytes / (1 - MARGIN_SHARE), least))
 
 
 def beside_leaving_states(profile: Profile, allocatable: int) -> int:
@@ -110,10 +123,9 @@ def budget_for(profile: Profile, memory: MemoryConfig, allocated_bytes: int) -> 
     """Return the least budget in which a step may allocate so much: `allocatable_bytes` the other way."""
     if profile.source == "measured":
         return allocated_bytes + profile.reserved_bytes
-    share = 1.0 if memory.budget_gib is None else 1 - MARGIN_SHARE
     if memory.preference == "memory_saving":
-        share *= 1 - HOLES_SHARE
-    return math.ceil(allocated_bytes / share)
+        allocated_bytes = math.ceil(allocated_bytes / (1 - HOLES_SHARE))
+    return allocated_bytes if memory.budget_gib is None else with_fragments(allocated_bytes)
 
 
 def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) -> Limits:

@@ -33,10 +33,10 @@ from .plan_file import MeasuredStep
 from .profile import Profile
 from .states.optimizer_states import (
     OptimizerStates,
-    expected_state_bytes,
     inner_optimizer,
     state_bytes_beside_weights,
 )
+from .states.state_bytes import expected_state_bytes
 
 ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""

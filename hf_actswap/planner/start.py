@@ -63,11 +63,11 @@ from .search.find_plan import least_peak_bytes
 from .states.optimizer_states import (
     OptimizerStates,
     after_steps,
-    expected_state_bytes,
     inner_optimizer,
     is_streamed,
     reject,
 )
+from .states.state_bytes import expected_state_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.devices import device_rates, known_device_or_default
 from ..planner.record.shapes import profile_from_shapes
 from ..planner.states.optimizer_states import (
-    expected_state_bytes,
     inner_optimizer,
     state_bytes_beside_weights,
 )
+from ..planner.states.state_bytes import expected_state_bytes
 from .host_sequence import (
     TOKEN_BYTES,
     PassWork,

@@ -63,7 +63,7 @@ def test_within_the_budget(halfway: Any, peaks: tuple[float, float]) -> None:
 
 def test_a_budget_is_what_the_device_runs_out_of(halfway: Any) -> None:
     """A named budget leaves 3 % to the allocator's fragments; a device's has left its margin already."""
-    assert halfway["allocatable_bytes"] == halfway["budget_bytes"] - round(0.03 * halfway["budget_bytes"])
+    assert halfway["allocatable_bytes"] == halfway["budget_bytes"] - round(0.05 * halfway["budget_bytes"])
     assert halfway["predicted"]["planned"]["peak_bytes"] <= halfway["allocatable_bytes"]
 
 

@@ -12,6 +12,7 @@ from hf_actswap.cli.options import AskedStep, ModelRequest, PlanRequest
 from hf_actswap.cli.subject import subject
 from hf_actswap.config import load_config
 from hf_actswap.planner import Profile
+from hf_actswap.planner.budget import with_fragments
 
 from .conftest import Run
 from .test_plan_accumulated import found
@@ -64,7 +65,7 @@ def test_the_longest_sequence_where_nothing_fits_with_states_or_gradients_on_the
             (2, "preference: memory_saving}", "in_backward"),
             (1, "optimizer_in_backward: true}", "nothing"),
         ):
-            budget = int((copies * weights + 3 * 2**28) / 0.97)
+            budget = with_fragments(copies * weights + 3 * 2**28)
             asked = PlanRequest(
                 ModelRequest(str(wide)), None, step, None, budget, None, (), None, False, False
             )

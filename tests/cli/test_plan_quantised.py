@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply, model_structure
 from hf_actswap.cli.options import Lora, ModelRequest
-from hf_actswap.cli.step import state_bytes
 from hf_actswap.cli.subject import model_on_meta
 from hf_actswap.planner import profile_from_shapes
+from hf_actswap.planner.budget import with_fragments
+from hf_actswap.planner.states.state_bytes import expected_state_bytes, state_bytes
 
 from .conftest import Run
 
@@ -89,7 +90,7 @@ def test_nothing_is_swapped_of_what_eight_bit_layers_hold(run: Run, base: Path) 
     # Inputs of gate and up, and of down. That of the output's projection is saved by attention.
     assert nothing["kept_bytes"] - four["kept_bytes"] == 3 * SEQUENCES * TOKENS * (64 + 192) * 2
     nothing = predicted(run, base, "--quantize", "8bit")["predicted"]["nothing"]
-    budget_gib = (nothing["peak_bytes"] / 0.97 - 2**18) / 2**30  # three hundredths are for fragments
+    budget_gib = (with_fragments(nothing["peak_bytes"]) - 2**18) / 2**30
     found = predicted(run, base, "--quantize", "8bit", "--budget", f"{budget_gib}GiB")
     planned = found["predicted"]["planned"]
     assert planned["recomputed_bytes"] > 0
@@ -110,7 +111,7 @@ def saved_plan(run: Run, base: Path, prepared: str) -> Path:
     path = base / f"{prepared}.json"
     options = FOUR_BIT[prepared]
     nothing = predicted(run, base, *options)["predicted"]["nothing"]
-    budget_gib = (nothing["peak_bytes"] - 0.7 * nothing["kept_bytes"]) / 0.97 / 2**30
+    budget_gib = with_fragments(round(nothing["peak_bytes"] - 0.7 * nothing["kept_bytes"])) / 2**30
     found = predicted(run, base, *options, "--budget", f"{budget_gib}GiB", "--save", str(path))
     assert found["predicted"]["planned"]["recomputed_bytes"] > 0
     return path
@@ -120,7 +121,7 @@ def test_a_saved_plan_names_layers_in_place_of_what_a_release_calls_their_op(run
     """Without adapters of their own, the outputs of gate and up are saved by what follows."""
     options, path = ["--quantize", "4bit"], base / "names.json"
     nothing = predicted(run, base, *options, targets="q_proj+v_proj")["predicted"]["nothing"]
-    budget_gib = (nothing["peak_bytes"] - 150_000) / 0.97 / 2**30
+    budget_gib = with_fragments(nothing["peak_bytes"] - 150_000) / 2**30
     options += ["--budget", f"{budget_gib}GiB", "--save", str(path)]
     assert predicted(run, base, *options, targets="q_proj+v_proj")["ok"]
     paths = {row["op_path"] for row in json.loads(path.read_text())["rows"]}
@@ -223,6 +224,7 @@ def test_states_take_the_bytes_of_bitsandbytes(name: str, asked: str) -> None:
     optimizers = pytest.importorskip("bitsandbytes").optim
     model = nn.Sequential(nn.Linear(512, 300), nn.Linear(64, 64), nn.Linear(63, 65, bias=False))
     optimizer = getattr(optimizers, name)(model.parameters())
+    expected = expected_state_bytes(optimizer)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -230,3 +232,4 @@ def test_states_take_the_bytes_of_bitsandbytes(name: str, asked: str) -> None:
     states = [item for state in optimizer.state.values() for item in state.items() if item[0] not in tables]
     sizes = [value.nbytes for _, value in states if isinstance(value, torch.Tensor)]
     assert sum(state_bytes(f"paged_{asked}", model)) == sum(sizes)
+    assert expected == sum(sizes)

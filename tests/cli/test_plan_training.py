@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap.cli.step import state_bytes
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, profile_from_shapes
 from hf_actswap.planner.record.shapes import Baseline, with_baseline
+from hf_actswap.planner.states.state_bytes import state_bytes
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import measured_peak_bytes
 

@@ -18,6 +18,7 @@ from hf_actswap.engine import AppliedPlan, Link
 from hf_actswap.engine.frozen_weights import sizes_on_host, step_bytes, window_bytes
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, profile_from_shapes
+from hf_actswap.planner.budget import with_fragments
 from hf_actswap.planner.record.shapes import with_weights_on_host
 from tests.engine.tiny_models import gradients_of_step, plan_of, tiny_llama
 
@@ -147,7 +148,7 @@ def test_auto_moves_the_weights_where_nothing_fits_with_them(
         return found
 
     whole = asked("memory: {mode: adaptive}\n", 2**33)["predicted"]["recompute all"]["peak_bytes"]
-    between = (whole - 40_000) / 0.97  # the host spares 63,488 bytes; 3 % are for fragments
+    between = with_fragments(whole - 40_000)  # the host spares 63,488 bytes
     assert not asked("memory: {mode: adaptive, weights: keep}\n", between)["ok"]
     found = asked(AUTO, between)
     assert found["ok"], found

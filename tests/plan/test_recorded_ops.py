@@ -21,7 +21,7 @@ from hf_actswap import (
 )
 from hf_actswap.plan import ModelStructure, PlanRow
 from hf_actswap.plan.opnames import OpStack
-from tests.engine.tiny_models import NUM_LAYERS, one_step, snapshot, tiny_llama
+from tests.engine.tiny_models import NUM_LAYERS, one_step, snapshot, tiny_llama, tiny_neox
 
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
@@ -246,6 +246,13 @@ class ForeignNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return adapt_mem_func_wrapper(Foreign, x + torch.rand(()))
+
+
+def test_a_model_is_recorded_as_it_trains() -> None:
+    """transformers loads models in evaluation mode, and a trainer changes it later."""
+    model = tiny_neox().eval()
+    assert "post_attention_dropout.dropout" in {op.path for op in model_structure(model).layers[0].ops}
+    assert not any(module.training for module in model.modules())
 
 
 def test_what_fakes_cannot_run_is_recorded_in_a_small_forward(caplog: pytest.LogCaptureFixture) -> None:

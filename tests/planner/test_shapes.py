@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
-from transformers import LlamaConfig, LlamaModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
 from hf_actswap import MemoryPlan, PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.config.sizes import DEVICE_KINDS
@@ -24,7 +24,7 @@ from hf_actswap.planner import (
 )
 from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms
 from hf_actswap.planner.record.shapes import RooflineClock
-from tests.engine.tiny_models import snapshot, tiny_llama
+from tests.engine.tiny_models import snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,
     assert_events_partition,
@@ -55,6 +55,49 @@ def test_a_product_with_quantised_weights_takes_the_time_of_its_arithmetic() -> 
     weight = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
     assert takes_ms == op_ms(rates, product, (inputs.flatten(0, 1), weight), {}, made.flatten(0, 1))
     assert takes_ms > op_ms(rates, dequantize_4bit, (inputs, packed), {}, made)
+
+
+def saved_by(profile: Profile, path: str) -> set[int]:
+    """Bytes of what an op of the first layer makes and backward reads."""
+    return {
+        storage.size_bytes
+        for storage in profile.saved.storages
+        if storage.uses[0].producer[:2] == (0, path) and any(use.kind == "saved" for use in storage.uses)
+    }
+
+
+def test_dropout_on_an_accelerator_saves_a_mask_of_bytes() -> None:
+    """On the CPU, where this model is in the end, it saves what it multiplies by."""
+    model = tiny_neox()
+    with torch.device("meta"):
+        elsewhere = type(model)(model.config).train()
+    numbers = call_of()["input_ids"].numel() * 32
+    path = "post_attention_dropout.dropout"
+    assert saved_by(on_paper(elsewhere), path) == {numbers}
+    assert saved_by(on_paper(model), path) == {4 * numbers}
+
+
+def test_attention_with_dropout_saves_no_probabilities_on_an_accelerator() -> None:
+    model = tiny_neox()
+    with torch.device("meta"):
+        elsewhere = type(model)(model.config).train()
+    saved = saved_by(on_paper(elsewhere), "attention.flash_attention")
+    model.config.attention_dropout = 0.0
+    for layer in model.gpt_neox.layers:
+        layer.attention.attention_dropout = 0.0
+    assert saved == saved_by(on_paper(model), "attention.flash_attention")
+
+
+def test_autocast_is_the_accelerators() -> None:
+    """CUDA's runs layer norms, powers and softmax in fp32, the CPU's in half precision."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)).train().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = on_paper(model)
+    numbers = call_of()["input_ids"].numel() * 4 * 32
+    assert saved_by(profile, "mlp.act.pow") == {4 * numbers}
+    assert saved_by(profile, "mlp.act.tanh") == {4 * numbers}
+    assert saved_by(profile, "mlp.c_fc.addmm") == {2 * numbers // 4}  # the norm's result, cast
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from hf_actswap.planner import device_rates
+from hf_actswap.planner.budget import with_fragments
 from hf_actswap.rehearsal.launch import SETTINGS
 
 pytestmark = pytest.mark.rehearsal
 
 MIB = 2**20
-_INSIDE = (SETTINGS, "LD_PRELOAD", "LD_LIBRARY_PATH")
+_INSIDE = (SETTINGS, "LD_PRELOAD", "LD_LIBRARY_PATH", "CUBLAS_WORKSPACE_CONFIG")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -74,6 +75,15 @@ torch.cuda.synchronize()
 if rank == 0:
     print("all_reduce", begin.elapsed_time(end))
 dist.destroy_process_group()
+"""
+TRAINER = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
+ids = torch.arange(1024) % 1000
+args = TrainingArguments(output_dir="out", per_device_train_batch_size=2, max_steps=3, bf16=True,
+                         optim="adamw_torch_fused", report_to="none", save_strategy="no", disable_tqdm=True)
+Trainer(model=model, args=args, train_dataset=[{"input_ids": ids, "labels": ids}] * 6).train()
 """
 QLORA = """
 import sys, torch
@@ -185,30 +195,51 @@ def test_each_rank_has_a_report(tmp_path: Path) -> None:
     ]
 
 
+def planned(tmp_path: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
+    """Return what `hf-actswap plan` predicts."""
+    (tmp_path / "plan").mkdir(exist_ok=True)
+    (tmp_path / "plan" / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "hf_actswap.cli", "plan", str(tmp_path / "plan"), "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    predicted: dict[str, Any] = json.loads(done.stdout)["predicted"]
+    return predicted
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 4, "n_head": 16, "vocab_size": 8192}
+NEOX = {
+    **{"model_type": "gpt_neox", "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 8192},
+    **{"num_hidden_layers": 4, "num_attention_heads": 16, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("sizes", [GPT2, NEOX])
+def test_dropout_and_layer_norms_need_what_is_computed_on_paper(
+    tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    config = {**sizes, "dtype": "bfloat16", "use_cache": False}
+    options = ("--device", "RTX 4090", "--seq", "1024", "--batch", "2")
+    predicted = planned(tmp_path, config, *options)["nothing"]
+    _, report = rehearse(tmp_path, "--device", "RTX 4090", "--clock", "--", program=TRAINER, config=config)
+    (process,) = report["processes"]
+    peak_bytes = process["devices"]["0"]["peak_bytes"]
+    assert peak_bytes == pytest.approx(predicted["peak_bytes"], rel=0.003)
+
+
 @pytest.mark.parametrize(("optimizer", "asked"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit",) * 2])
 def test_qlora_needs_what_a_plan_on_paper_says(tmp_path: Path, optimizer: str, asked: str) -> None:
     pytest.importorskip("bitsandbytes")
-    (tmp_path / "plan").mkdir()
     config = {**CONFIG, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-    (tmp_path / "plan" / "config.json").write_text(json.dumps(config))
-    step = ["--device", "RTX 4090", "--seq", "2048", "--batch", "2", "--optimizer", asked, "--json"]
-    method = ["--lora", "r=16,targets=all-linear", "--quantize", "4bit", "--prepare-kbit"]
-    command = [sys.executable, "-m", "hf_actswap.cli", "plan", str(tmp_path / "plan"), *step, *method]
-
-    def planned(*more: str) -> dict[str, Any]:
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        document: dict[str, Any] = json.loads(done.stdout)["predicted"]
-        return document
-
-    nothing = planned()["nothing"]["peak_bytes"]
-    everything = planned()["recompute all"]["peak_bytes"]
-    budget = f"{(nothing + everything) / 2 / 0.97 / 2**30:.4f}GiB"
+    options = ["--device", "RTX 4090", "--seq", "2048", "--batch", "2", "--optimizer", asked]
+    options += ["--lora", "r=16,targets=all-linear", "--quantize", "4bit", "--prepare-kbit"]
+    free = planned(tmp_path, config, *options)
+    nothing, everything = (free[name]["peak_bytes"] for name in ("nothing", "recompute all"))
+    budget = f"{with_fragments((nothing + everything) // 2) / 2**30:.4f}GiB"
     saved = tmp_path / "plan.yaml"
-    predicted = planned("--budget", budget, "--save", str(saved))["planned"]
+    predicted = planned(tmp_path, config, *options, "--budget", budget, "--save", str(saved))["planned"]
     assert predicted["swapped_bytes"] > 0
-    options = ("--device", "RTX 4090", "--clock", "--host-memory", "8GiB", "--")
-    _, report = rehearse(tmp_path, *options, optimizer, str(saved), program=QLORA, config=config)
+    device = ("--device", "RTX 4090", "--clock", "--host-memory", "8GiB", "--")
+    _, report = rehearse(tmp_path, *device, optimizer, str(saved), program=QLORA, config=config)
     (process,) = report["processes"]
     assert process["steps"] == 4
     assert process["out_of_memory"] == []

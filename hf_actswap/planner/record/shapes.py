@@ -23,10 +23,12 @@ next layer runs. This is counted in every op event, also where there is no secon
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -35,6 +37,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
@@ -149,7 +153,7 @@ def _profile(
         )
         meter.start()
         try:
-            with recorder, exchanged(model, state):  # in backward too: layers run again there
+            with _kernels_of(model), recorder, exchanged(model, state):  # in backward too: layers run again
                 _run_step(model, call)
         finally:
             meter.stop()
@@ -338,6 +342,67 @@ def _alike(op_event: OpEvent, other: OpEvent) -> bool:
         backward_base_bytes=other.backward_base_bytes,
     )
     return near and same == other
+
+
+def _kernels_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Let ops be those of an accelerator, unless the model's weights are on the CPU, where it then trains."""
+    on_cpu = any(weight.device == _CPU for weight in model.parameters())
+    return nullcontext() if on_cpu else _AcceleratorKernels()
+
+
+class _AcceleratorKernels(TorchFunctionMode):
+    """Runs on the CPU's fake tensors what an accelerator would run: its dropout, attention and autocast.
+
+    On an accelerator `F.dropout` is ``native_dropout``, which saves a mask of bytes
+    (``is_fused_kernel_acceptable`` in PyTorch's ``aten/src/ATen/native/Dropout.cpp``), and fused attention
+    draws its mask anew in backward. Its autocast runs more ops in fp32 than the CPU's
+    (``AT_FORALL_FP32`` and ``AT_FORALL_FP32_SET_OPT_DTYPE`` in PyTorch's ``aten/src/ATen/autocast_mode.h``).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.dropout:
+            given = inspect.signature(F.dropout).bind(*args, **kwargs)
+            given.apply_defaults()
+            named = given.arguments
+            if named["training"] and 0 < named["p"] < 1 and not named["inplace"]:
+                return torch.native_dropout(named["input"], named["p"], True)[0]
+        elif func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**dict(zip(_ATTENTION_FLAGS, args[4:], strict=False)), **kwargs}
+            kwargs["dropout_p"] = 0.0
+        elif (name := func.__name__.strip("_")) in _FP32_OPS and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+        elif name in _FP32_RESULTS and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
+            half = isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF
+            kwargs |= {"dtype": torch.float32} if half else {}
+        return func(*args, **kwargs)
+
+
+_HALF = torch.bfloat16, torch.float16
+_ATTENTION_FLAGS = "dropout_p", "is_causal"
+"""Arguments of ``scaled_dot_product_attention`` that may come by position, behind the mask."""
+_FP32_OPS = frozenset(
+    name
+    for names in (
+        "acos asin cdist cosh cosine_similarity dist erfinv exp expm1 frobenius_norm group_norm layer_norm",
+        "log log10 log1p log2 logsumexp native_layer_norm nuclear_norm pdist pow reciprocal renorm rms_norm",
+        "rsqrt sinh softplus tan binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss",
+        "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss",
+        "nll_loss nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
+    )
+    for name in names.split()
+)
+_FP32_RESULTS = frozenset(("cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"))
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:

@@ -277,7 +277,6 @@ STREAMED: frozenset[type] = frozenset(
 )
 """Optimizers that compute each parameter from its own gradient and states, and its group's settings alone."""
 
-_ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 """AdamW is an Adam."""
 
 
@@ -323,21 +322,6 @@ def state_bytes_beside_weights(optimizer: torch.optim.Optimizer) -> int:
 
 def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
     return getattr(optimizer, "param_groups", ())  # which an optimizer that is not PyTorch's may not have
-
-
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of states that are on the device in every step; ``None``: not known yet.
-
-    For Adam's family they are known before its first step; for others the existing states count.
-    """
-    there_bytes = state_bytes_beside_weights(optimizer)
-    if not isinstance(optimizer, _ADAMS):
-        return there_bytes or None
-    moments = sum(
-        (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
-        for group in optimizer.param_groups
-    )
-    return max(there_bytes, int(moments))  # during the first step only a part exists
 
 
 def is_streamed(optimizer: torch.optim.Optimizer) -> bool:

@@ -195,7 +195,10 @@ def say_what_to_know_of(source: ConfigOrPlan, plan: MemoryPlan, structure: Model
         logger.info("%s.", NOT_COMPARED[0].upper() + NOT_COMPARED[1:])
     if absent := structure.without_op(plan):
         named = ", ".join(f"{path} (layers {format_scopes(scopes)})" for path, scopes in absent.items())
-        logger.warning("The plan names what the model does not have: %s. These rows do nothing.", named)
+        if plan.fingerprint is None:
+            logger.warning("The plan names what the model does not have: %s. These rows do nothing.", named)
+        else:  # made for this model: such ops run with its batches, not with the few tokens of the example
+            logger.debug("Not in the model's example: %s", named)
 
 
 _NO_OPTIMIZER = Problem(

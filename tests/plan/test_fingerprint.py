@@ -17,6 +17,7 @@ import hf_actswap
 from hf_actswap import MemoryPlan, PlanError
 from hf_actswap.plan import PlanRow, Windows, fingerprint_of
 from hf_actswap.plan.actions import Fingerprint
+from tests.engine.tiny_models import tiny
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -154,6 +155,21 @@ def test_rows_that_name_nothing_in_the_model_are_a_warning(caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING, logger="hf_actswap"):
             hf_actswap.apply(model, MemoryPlan(rows, 2, "llama")).remove()
         assert [record.getMessage() for record in caplog.records] == [said] * bool(said)
+
+
+def test_what_only_long_sequences_run_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond its window attention has a mask, and keys are repeated. The example is shorter than that."""
+    model = tiny("Mistral", sliding_window=16, use_cache=False)
+    assert "self_attn.reshape" not in {op.path for op in hf_actswap.model_structure(model).layers[0].ops}
+    rows = (PlanRow(0, "self_attn.reshape", "swap", windows=Windows(4, 12)),)
+    ids = torch.arange(64).reshape(1, 64)
+    made_for = fingerprint_of(model, tuple(ids.shape))
+    with caplog.at_level(logging.WARNING, logger="hf_actswap"):
+        applied = hf_actswap.apply(model, MemoryPlan(rows, 4, "mistral", fingerprint=made_for))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert applied.stats().offloaded_bytes > 0
+    applied.remove()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_rows_inside_routed_experts_are_not_missed(

@@ -213,10 +213,20 @@ NEOX = {
 }
 
 
-@pytest.mark.parametrize("sizes", [GPT2, NEOX])
-def test_dropout_and_layer_norms_need_what_is_computed_on_paper(
-    tmp_path: Path, sizes: dict[str, Any]
-) -> None:
+FALCON = {  # heads that fused attention cannot have: softmax of its own
+    **{"model_type": "falcon", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16},
+    **{"vocab_size": 8192, "multi_query": True, "parallel_attn": True},
+}
+DEEPSEEK = {  # values narrower than keys
+    **{"model_type": "deepseek_v3", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3},
+    **{"moe_intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8192},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    **{"q_lora_rank": 384, "kv_lora_rank": 128, "first_k_dense_replace": 1},
+}
+
+
+@pytest.mark.parametrize("sizes", [GPT2, NEOX, FALCON, DEEPSEEK])
+def test_a_step_needs_what_is_computed_on_paper(tmp_path: Path, sizes: dict[str, Any]) -> None:
     config = {**sizes, "dtype": "bfloat16", "use_cache": False}
     options = ("--device", "RTX 4090", "--seq", "1024", "--batch", "2")
     predicted = planned(tmp_path, config, *options)["nothing"]

@@ -28,7 +28,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -39,6 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
@@ -346,8 +347,11 @@ def _alike(op_event: OpEvent, other: OpEvent) -> bool:
 
 def _kernels_of(model: nn.Module) -> AbstractContextManager[Any]:
     """Let ops be those of an accelerator, unless the model's weights are on the CPU, where it then trains."""
-    on_cpu = any(weight.device == _CPU for weight in model.parameters())
-    return nullcontext() if on_cpu else _AcceleratorKernels()
+    kernels = ExitStack()
+    if not any(weight.device == _CPU for weight in model.parameters()):
+        kernels.enter_context(_AcceleratorKernels())
+        kernels.enter_context(_AcceleratorTemporaries())
+    return kernels
 
 
 class _AcceleratorKernels(TorchFunctionMode):
@@ -374,8 +378,8 @@ class _AcceleratorKernels(TorchFunctionMode):
             if named["training"] and 0 < named["p"] < 1 and not named["inplace"]:
                 return torch.native_dropout(named["input"], named["p"], True)[0]
         elif func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_ATTENTION_FLAGS, args[4:], strict=False)), **kwargs}
-            kwargs["dropout_p"] = 0.0
+            given = inspect.signature(_attention).bind(*args, **kwargs)
+            return _attention(*given.args, **given.kwargs)
         elif (name := func.__name__.strip("_")) in _FP32_OPS and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
         elif name in _FP32_RESULTS and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
@@ -384,9 +388,53 @@ class _AcceleratorKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as the CPU fuses it, without dropout; values of another width as CUDA's efficient kernel."""
+    if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1] or attn_mask is not None:
+        flags: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **flags)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: torch.Tensor = efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+    return result
+
+
+class _AcceleratorTemporaries(TorchDispatchMode):
+    """Counts what CUDA's kernels of softmax allocate while they run, and free again.
+
+    Its backward multiplies gradient and result first (``softmax_backward_cuda_out`` in PyTorch's
+    ``aten/src/ATen/native/cuda/SoftMax.cu``); ``_safe_softmax`` looks for rows that are masked whole.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        held: tuple[torch.Tensor, ...] = ()
+        if func is torch.ops.aten._softmax_backward_data.default:
+            held = (torch.empty_like(args[0]),)
+        elif func is torch.ops.aten._safe_softmax.default:
+            held = torch.empty_like(args[0]), torch.empty_like(args[0], dtype=torch.bool)
+        result = func(*args, **(kwargs or {}))
+        del held  # not before the op has its result
+        return result
+
+
 _HALF = torch.bfloat16, torch.float16
-_ATTENTION_FLAGS = "dropout_p", "is_causal"
-"""Arguments of ``scaled_dot_product_attention`` that may come by position, behind the mask."""
 _FP32_OPS = frozenset(
     name
     for names in (

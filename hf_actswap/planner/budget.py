@@ -93,13 +93,14 @@ def allocatable_bytes(profile: Profile, memory: MemoryConfig, budget: int) -> in
     """
     if profile.source == "measured":
         return budget - profile.reserved_bytes
-    allocatable = budget if memory.budget_gib is None else budget - _fragments_of(budget)
+    allocatable = budget if memory.budget_gib is None else budget - fragments_of(budget)
     return (
         beside_leaving_states(profile, allocatable) if memory.preference == "memory_saving" else allocatable
     )
 
 
-def _fragments_of(budget: int) -> int:
+def fragments_of(budget: int) -> int:
+    """Return what is left of a named budget to the allocator's fragments."""
     return round(max(MARGIN_SHARE * budget, min(_FRAGMENTS_BYTES, _MOST_FRAGMENTS_SHARE * budget)))
 
 

@@ -70,7 +70,7 @@ from ..plan.actions import MemoryPlan
 from ..plan.dry_run import is_dry
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
-from .budget import BudgetError, fits_outside_backward
+from .budget import BudgetError, fits_outside_backward, fragments_of
 from .oom_guard import DeviceMemoryError, Failure, Retry
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
 from .planning import (
@@ -187,7 +187,11 @@ class SearchPhase:
     def _measured(self) -> tuple[MeasuredStep, BatchSize | None]:
         """Return the measured step, its time scaled to the planned size, and all ranks' largest batch."""
         sizes, self._sizes = self._sizes, []
-        steps = from_all_ranks((self._run.measured_here(), sizes))
+        here = self._run.measured_here()
+        if world_size() > 1:  # the allocator was not held (`step_starts`), and keeps what it could give back
+            most_bytes = here.peak_bytes + fragments_of(self.task.reservable_bytes)
+            here = replace(here, reserved_peak_bytes=min(here.reserved_peak_bytes, most_bytes))
+        steps = from_all_ranks((here, sizes))
         most = max(len(sizes) for _, sizes in steps)
         measured = replace(MeasuredStep.worst([step for step, _ in steps]), micro_batches=max(most, 1))
         known = [size for _, sizes in steps for size in sizes]

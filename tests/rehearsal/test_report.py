@@ -85,6 +85,19 @@ args = TrainingArguments(output_dir="out", per_device_train_batch_size=2, max_st
                          optim="adamw_torch_fused", report_to="none", save_strategy="no", disable_tqdm=True)
 Trainer(model=model, args=args, train_dataset=[{"input_ids": ids, "labels": ids}] * 6).train()
 """
+DDP = """
+import sys, torch
+from transformers import AutoModelForCausalLM, Trainer
+from hf_actswap import ActSwapTrainingArguments
+model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
+ids = torch.arange(2048) % 1000
+args = ActSwapTrainingArguments(
+    output_dir="out", per_device_train_batch_size=2, max_steps=5, bf16=True, optim="adamw_torch_fused",
+    report_to="none", save_strategy="no", disable_tqdm=True,
+    actswap={"memory": {"mode": "adaptive", "budget_gib": float(sys.argv[1])}},
+)
+Trainer(model=model, args=args, train_dataset=[{"input_ids": ids, "labels": ids}] * 24).train()
+"""
 QLORA = """
 import sys, torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -254,3 +267,21 @@ def test_qlora_needs_what_a_plan_on_paper_says(tmp_path: Path, optimizer: str, a
     assert process["steps"] == 4
     assert process["out_of_memory"] == []
     assert 0.97 < process["devices"]["0"]["peak_bytes"] / predicted["peak_bytes"] < 1.002
+
+
+def test_ranks_of_ddp_keep_within_a_budget_far_below_the_device(tmp_path: Path) -> None:
+    """Their allocators are not held to it, and keep what they could give back: no plan needs that."""
+    config = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    config |= {"vocab_size": 128256, "tie_word_embeddings": True}  # large blocks
+    predicted = planned(tmp_path, config, "--device", "H100", "--seq", "2048", "--batch", "2")
+    between = sum(predicted[name]["peak_bytes"] for name in ("nothing", "recompute all")) // 2
+    bucket_bytes = 2 * (4 * (4 * 2048 * 2048 + 3 * 2048 * 8192) + 128256 * 2048)
+    budget = with_fragments(between + bucket_bytes) / 2**30
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    options = ("--device", "H100", "--devices", "2", "--clock", "--host-memory", "16GiB", "--")
+    done, report = rehearse(tmp_path, *options, f"{budget}", program=DDP, launch=launch, config=config)
+    said = done.stdout + done.stderr
+    assert "WARNING - " not in said
+    assert "adaptive: stable" in said
+    assert [process["out_of_memory"] for process in report["processes"]] == [[], []]
+    assert all(process["devices"] for process in report["processes"])

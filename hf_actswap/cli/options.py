@@ -112,20 +112,25 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 PREDICTED = "predicted"
 """Section of a plan's file by which ``--save`` recognises its own files."""
 
-_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """``zero1``, ``zero2``, ``zero3`` or ``fsdp``, over how many data-parallel ranks."""
+    """``ddp`` (nothing), ``zero1``, ``zero2``, ``zero3`` or ``fsdp``, over how many data-parallel ranks."""
 
     name: str
     ranks: int
 
     @property
     def stage(self) -> int:
-        """The stage of ZeRO: 1 shards optimizer states, 2 also gradients, 3 also weights."""
+        """The stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
         return _STAGES[self.name]
+
+    @property
+    def state_ranks(self) -> int:
+        """Over how many ranks the optimizer's states are sharded."""
+        return self.ranks if self.stage else 1
 
     @classmethod
     def read(cls, text: str) -> Sharding:

@@ -68,7 +68,7 @@ Shard = Annotated[
     typer.Option(
         parser=Sharding.read,
         metavar="fsdp=N",
-        help="zero1=N, zero2=N, zero3=N or fsdp=N: what is sharded over N data-parallel ranks.",
+        help="What N data-parallel ranks shard: ddp=N (nothing), zero1=N, zero2=N, zero3=N or fsdp=N.",
     ),
 ]
 Adapters = Annotated[

@@ -23,7 +23,7 @@ from .planned import (
     paged_bytes,
     rates_or_none,
 )
-from .step import StepShape, ranks_of_a_machine
+from .step import StepShape, bucket_bytes, ranks_of_a_machine
 from .subject import AnalysedModel
 
 _SAME_SHARE = 0.005
@@ -233,11 +233,13 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             "the host when memory is short: they are counted as host memory, and their time is not counted."
         )
     if step.sharding is not None:
-        stage = step.sharding.stage
+        stage, buckets = step.sharding.stage, bucket_bytes(subject, step)
         whole = "Parts outside the layers and two layers are whole. " if stage == 3 else ""
         whole += "Gradients of two layers are whole until they are scattered. " if stage > 1 else ""
+        whole += f"DDP's buckets, {size_text(buckets)}, are counted with the weights. " if buckets else ""
+        kind = f"ZeRO stage {stage}" if stage else "which shard nothing"
         yield (
-            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {stage}. {whole}"
+            f"The numbers are of one of {step.sharding.ranks} ranks, {kind}. {whole}"
             "Communication between data-parallel ranks is not in the times."
         )
     rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)

@@ -154,7 +154,7 @@ def profile_of(
     profile = found.profiles[key]
     if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
         profile = with_baseline(profile, _baseline(found, step, profile))
-    in_step = step_bytes(step.optimizer, found.model) // (step.sharding.ranks if step.sharding else 1)
+    in_step = step_bytes(step.optimizer, found.model) // (step.sharding.state_ranks if step.sharding else 1)
     profile = replace(
         profile,
         outside_base_bytes=profile.outside_base_bytes + in_step,
@@ -260,6 +260,15 @@ def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[Til
     return tile_ladder(config, found.model, found.shape, 1 if replicas is None else replicas.size)
 
 
+def bucket_bytes(found: AnalysedModel, step: StepShape) -> int:
+    """Return the bytes of DDP's buckets, which hold a copy of each gradient from the start on.
+
+    So it is by default (``gradient_as_bucket_view=False``), in Accelerate and in the Trainer too.
+    """
+    is_ddp = step.sharding is not None and step.sharding.stage == 0
+    return sum(weight.nbytes for weight in _trained(found.model)) if is_ddp else 0
+
+
 def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseline:
     """Return sizes of stored weights and gradients; buffers count as weights outside the layers."""
     less: dict[int, int] = {}
@@ -277,7 +286,7 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
                     read_bytes = module.weight.nbytes - less[id(module.weight)]
                     passing_ms[product] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
-    weight_bytes = profile.weight_bytes - sum(less.values())
+    weight_bytes = profile.weight_bytes - sum(less.values()) + bucket_bytes(found, step)
     scale = Fraction(1)
     if step.gradient_dtype is not None:
         trained = _trained(found.model)

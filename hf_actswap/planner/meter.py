@@ -51,6 +51,14 @@ def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]
     yield from (tensor for _, tensor in state_tensors(optimizer))
 
 
+def others_bytes(allocated_bytes: int, own: Iterable[Any]) -> int:
+    """Return how much of what is allocated belongs to none of the tensors ``own``, which may be elsewhere."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    known = sum(item.nbytes() for item in _storages(own).values() if item.device.type == kind)
+    return max(allocated_bytes - known, 0)
+
+
 class Meter(Protocol):
     """Measures the device memory of this process."""
 

@@ -57,6 +57,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..config.sizes import GIB, gib_text
 from ..engine.agreement import from_all_ranks, rank, world_size
@@ -71,6 +72,7 @@ from ..plan.dry_run import is_dry
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
 from .budget import BudgetError, fits_outside_backward, fragments_of
+from .meter import baseline_tensors, others_bytes
 from .oom_guard import DeviceMemoryError, Failure, Retry
 from .plan_file import FilePlan, MadeFor, MeasuredStep, Outcome, Trial, best_trial, write_plan
 from .planning import (
@@ -83,7 +85,7 @@ from .planning import (
 )
 from .profile import Prediction
 from .record.recorder import batch_shape
-from .recorded_step import BatchSize, RecordedStep
+from .recorded_step import BatchSize, RecordedStep, beside_others
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
@@ -691,6 +693,9 @@ class Planner:
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
         on_device = run.meter.allocated_bytes() + profile.optimizer_state_bytes
+        own = (*baseline_tensors(root, run.training.optimizer), *tree_leaves((args, kwargs)))
+        # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
+        profile = beside_others(profile, max(from_all_ranks(others_bytes(run.meter.allocated_bytes(), own))))
         profile = replace(profile, link=run.transfer.link(), device=run.device_name)
         step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):

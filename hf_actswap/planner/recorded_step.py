@@ -70,6 +70,20 @@ class BatchSize:
         return BatchSize(max(self.tokens, other.tokens), max(self.pairs, other.pairs))
 
 
+def beside_others(profile: Profile, others_bytes: int) -> Profile:
+    """Return the profile of the same step on a device where something else takes memory all the time."""
+    op_events = tuple(
+        replace(
+            item,
+            forward_base_bytes=item.forward_base_bytes + others_bytes,
+            backward_base_bytes=item.backward_base_bytes + (item.backward_place >= 0) * others_bytes,
+        )
+        for item in profile.op_events
+    )
+    outside_base_bytes = profile.outside_base_bytes + others_bytes
+    return replace(profile, op_events=op_events, outside_base_bytes=outside_base_bytes)
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """A recorded profile, and what scaling it to other batch sizes needs.

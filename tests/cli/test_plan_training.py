@@ -115,6 +115,15 @@ def test_what_each_stage_shards(at_peak: Any) -> None:
         assert "not in the times" in found["assumed"][0]
 
 
+def test_ddp_shards_nothing_and_holds_a_copy_of_the_gradients(at_peak: Any) -> None:
+    whole, _ = at_peak()
+    parts, found = at_peak("--shard", "ddp=8")
+    assert parts == {**whole, "weights_bytes": 4 * WEIGHTS + BUFFERS, "decides": parts["decides"]}
+    assert "one of 8 ranks, which shard nothing. DDP's buckets" in found["assumed"][0]
+    trained_bytes = 2 * found["model"]["trained"]
+    assert trained_bytes == 2 * WEIGHTS
+
+
 def on_paper() -> tuple[Profile, Baseline]:
     model = tiny_llama()
     shape = model_structure(model)

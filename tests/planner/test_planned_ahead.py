@@ -46,6 +46,23 @@ def test_no_step_exceeds_the_budget_and_the_third_is_stable(unplanned: Trained) 
     assert found.losses == unplanned.losses[:6]
 
 
+def test_what_others_hold_on_the_device_is_counted(unplanned: Trained) -> None:
+    """DDP's buckets, a reference model, tensors of the user."""
+    held: list[torch.Tensor] = []
+
+    def shape(_: int) -> tuple[int, int]:
+        if not held:
+            held.append(torch.zeros(unplanned.peak_bytes // 3, dtype=torch.uint8))
+        return 4, 128
+
+    found = train(tiny_llama, memory_of(0.7 + 1 / 3, unplanned), steps=4, shape=shape)
+    assert found.phases == ["warm-up", "search", "stable", "stable"]
+    assert max(found.peaks) <= (0.7 + 1 / 3) * unplanned.peak_bytes
+    assert found.planner is not None
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
+
+
 def test_the_outcome_compares_with_the_step_without_a_plan(unplanned: Trained) -> None:
     found = train(tiny_llama, memory_of(0.7, unplanned), steps=6)
     assert found.planner is not None

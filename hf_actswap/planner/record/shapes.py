@@ -371,6 +371,7 @@ class _AcceleratorKernels(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "").strip("_")
         if func is F.dropout:
             given = inspect.signature(F.dropout).bind(*args, **kwargs)
             given.apply_defaults()
@@ -380,10 +381,12 @@ class _AcceleratorKernels(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             given = inspect.signature(_attention).bind(*args, **kwargs)
             return _attention(*given.args, **given.kwargs)
-        elif (name := func.__name__.strip("_")) in _FP32_OPS and torch.is_autocast_enabled("cpu"):
+        elif not torch.is_autocast_enabled("cpu"):
+            pass
+        elif name in _FP32_OPS:
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
-        elif name in _FP32_RESULTS and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
-            half = isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF
+        elif name in _FP32_RESULTS and kwargs.get("dtype") is None:
+            half = getattr(args[0] if args else kwargs.get("input"), "dtype", None) in _HALF
             kwargs |= {"dtype": torch.float32} if half else {}
         return func(*args, **kwargs)
 

@@ -1,6 +1,6 @@
-// The values that the device's kernels do not compute. Each op that PyTorch, or a library that is told by name, has for
-// CUDA gets another kernel, for all threads: it calls PyTorch's own (which allocates, and launches kernels that do nothing) and computes the values on the CPU
-// over the same memory, which is the process's own.
+// The values that the device's kernels do not compute. Each op that PyTorch has for CUDA, or a library that is told by
+// name, gets another kernel, for all threads: it calls the one that was there (which allocates, and launches kernels that do
+// nothing) and computes the values on the CPU over the same memory, which is the process's own.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,8 +1,8 @@
 """bitsandbytes on the rehearsed device: its own code allocates and launches, its kernels do nothing.
 
 Its ops get their values from what it has for the CPU, as PyTorch's do. A product with a 4-bit weight makes
-the weight anew in half precision by a kernel that is no op of its own: what that
-moves is told to the clock here.
+the weight anew in half precision by a kernel that is no op of its own: what that moves is told to the clock
+here.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ class Linear4bit(QuantisedLinear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        needs_node = torch.is_grad_enabled() and input.requires_grad
+        # Without an adapter nothing copies the result, and what a node makes inside could not be recomputed.
+        needs_node = self.adapted and torch.is_grad_enabled() and input.requires_grad
         product: Any = _Linear4bitProduct.apply if needs_node else _product_in_own_type
         result: torch.Tensor = product(input.to(self.weight.dtype), self.weight, self.bias).to(input.dtype)
         return result.clone() if self.adapted else result

@@ -18,7 +18,7 @@ MARGIN_SHARE = 0.03
 """Share of a device, or of a budget on paper, that no tensor of a step takes: for fragments, which are parts
 of pages that PyTorch's allocator holds and cannot give back, and for kernels' workspaces. In rehearsal, with
 expandable segments, parts of pages took at most 1.3 % of what was allocated (docs/rehearsal.md)."""
-_FRAGMENTS_BYTES, _MOST_FRAGMENTS_SHARE = 400 << 20, 0.05
+_FRAGMENTS_BYTES, _MOST_FRAGMENTS_SHARE = 400 << 20, 0.08
 """What is left to fragments of a named budget at least, but for small budgets no more than this share. Pages
 have 20 MiB whatever the step is: in rehearsal parts of 10 to 15 of them stayed, in steps of 7 and 9 GiB."""
 HOLES_SHARE = 0.02

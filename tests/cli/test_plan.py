@@ -63,7 +63,7 @@ def test_within_the_budget(halfway: Any, peaks: tuple[float, float]) -> None:
 
 def test_a_budget_is_what_the_device_runs_out_of(halfway: Any) -> None:
     """A named budget leaves 3 % to the allocator's fragments; a device's has left its margin already."""
-    assert halfway["allocatable_bytes"] == halfway["budget_bytes"] - round(0.05 * halfway["budget_bytes"])
+    assert halfway["allocatable_bytes"] == halfway["budget_bytes"] - round(0.08 * halfway["budget_bytes"])
     assert halfway["predicted"]["planned"]["peak_bytes"] <= halfway["allocatable_bytes"]
 
 
@@ -285,7 +285,8 @@ def test_a_short_table_and_a_full_one(run: Run, tiny: Path, peaks: tuple[float, 
     assert "least budget" in full
     assert "least budget" not in short
     counted = re.findall(r"([\w.]+)\s+\((\d+)\)", table)
-    rows = [row["op_path"] for row in document["plan"]["rows"]]
+    paths = (row["op_path"] for row in document["plan"]["rows"])
+    rows = ["inputs" if path == "output" else path for path in paths]  # "layers' inputs"
     assert counted
     assert all(rows.count(op) >= int(count) > 0 for op, count in counted)
     for text in (short, full):

@@ -126,11 +126,11 @@ def test_models_of_images_are_a_step_of_text_and_a_decoder_alone_is_called_so(
 
 
 def test_what_does_not_fit_says_so_first(run: Run, tiny: Path) -> None:
-    ended = run("plan", tiny, *STEP, "--budget", "68MiB")
+    ended = run("plan", tiny, *STEP, "--budget", "70MiB")
     assert ended.code == 1
     first, *rest = ended.out.splitlines()
     needed = re.fullmatch(
-        r"Does not fit: at least ([\d.]+) GiB are needed, and the budget is 68.00 MiB.", first
+        r"Does not fit: at least ([\d.]+) GiB are needed, and the budget is 70.00 MiB.", first
     )
     assert needed is not None, first
     assert f"expected at least {needed[1]} GiB" in words(" ".join(rest))

@@ -82,6 +82,15 @@ def test_what_a_four_bit_base_saves(run: Run, base: Path, prepared: str, autocas
     assert found["predicted"]["as written"]["swapped_bytes"] == COUNTED_BYTES[prepared, autocast]
 
 
+def test_layers_that_run_again_keep_their_inputs_alone(run: Run, base: Path) -> None:
+    """Also where linear layers have no adapter, whose copy of their result could be recomputed."""
+    kept = [
+        predicted(run, base, *options, targets="q_proj+v_proj")["predicted"]["recompute all"]["kept_bytes"]
+        for options in ((), ("--quantize", "4bit"))
+    ]
+    assert kept[0] == kept[1]
+
+
 def test_nothing_is_swapped_of_what_eight_bit_layers_hold(run: Run, base: Path) -> None:
     four, nothing = (
         predicted(run, base, "--quantize", bits, targets="q_proj+k_proj+v_proj")["predicted"]["nothing"]

@@ -692,10 +692,11 @@ class Planner:
             return False
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
-        on_device = run.meter.allocated_bytes() + profile.optimizer_state_bytes
-        own = (*baseline_tensors(root, run.training.optimizer), *tree_leaves((args, kwargs)))
+        in_use, own = run.meter.allocated_bytes(), baseline_tensors(root, run.training.optimizer)
+        on_device = in_use + profile.optimizer_state_bytes
         # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
-        profile = beside_others(profile, max(from_all_ranks(others_bytes(run.meter.allocated_bytes(), own))))
+        others = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
+        profile = beside_others(profile, max(others))
         profile = replace(profile, link=run.transfer.link(), device=run.device_name)
         step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):

@@ -71,7 +71,10 @@ class BatchSize:
 
 
 def beside_others(profile: Profile, others_bytes: int) -> Profile:
-    """Return the profile of the same step on a device where something else takes memory all the time."""
+    """Return the profile of the same step on a device where something else takes memory all the time.
+
+    Fewer than 0 bytes: where something that the profile counts is gone.
+    """
     op_events = tuple(
         replace(
             item,
@@ -110,21 +113,10 @@ class RecordedStep:
         """Return the same step with the states on the host; ``resident_bytes`` of them are there in the
         optimizer's.
         """
-        profile, states_bytes = self.profile, self.profile.optimizer_state_bytes
-        op_events = tuple(
-            replace(
-                item,
-                forward_base_bytes=item.forward_base_bytes - states_bytes,
-                backward_base_bytes=item.backward_base_bytes - (item.backward_place >= 0) * states_bytes,
-            )
-            for item in profile.op_events
-        )
-        moved = replace(
-            profile,
-            op_events=op_events,
-            outside_base_bytes=profile.outside_base_bytes - states_bytes + resident_bytes,
-            optimizer_state_bytes=0,
-        )
+        states_bytes = self.profile.optimizer_state_bytes
+        left = beside_others(self.profile, -states_bytes)
+        outside_base_bytes = left.outside_base_bytes + resident_bytes
+        moved = replace(left, outside_base_bytes=outside_base_bytes, optimizer_state_bytes=0)
         return replace(self, profile=moved, baseline_bytes=max(self.baseline_bytes - states_bytes, 0))
 
     def at(self, size: BatchSize | None) -> Profile:

@@ -277,8 +277,6 @@ STREAMED: frozenset[type] = frozenset(
 )
 """Optimizers that compute each parameter from its own gradient and states, and its group's settings alone."""
 
-"""AdamW is an Adam."""
-
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers that hold it as ``optimizer`` (Accelerate's does)."""

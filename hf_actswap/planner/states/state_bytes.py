@@ -17,6 +17,7 @@ from .optimizer_states import state_bytes_beside_weights
 _SMALL_8BIT, _BLOCK = 4096, 256
 _SMALL_PAGED = 100_000
 _ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+"""AdamW is an Adam."""
 
 
 def _own_type(weight: torch.Tensor) -> int:

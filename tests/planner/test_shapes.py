@@ -75,6 +75,10 @@ def test_dropout_on_an_accelerator_saves_a_mask_of_bytes() -> None:
     path = "post_attention_dropout.dropout"
     assert saved_by(on_paper(elsewhere), path) == {numbers}
     assert saved_by(on_paper(model), path) == {4 * numbers}
+    for weight in elsewhere.gpt_neox.layers[1].parameters():  # frozen, on the host
+        weight.requires_grad_(False)
+    elsewhere.gpt_neox.layers[1].to_empty(device="cpu")
+    assert saved_by(on_paper(elsewhere), path) == {numbers}
 
 
 def test_attention_with_dropout_saves_no_probabilities_on_an_accelerator() -> None:

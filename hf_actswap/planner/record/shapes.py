@@ -28,7 +28,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -345,13 +345,17 @@ def _alike(op_event: OpEvent, other: OpEvent) -> bool:
     return near and same == other
 
 
-def _kernels_of(model: nn.Module) -> AbstractContextManager[Any]:
-    """Let ops be those of an accelerator, unless the model's weights are on the CPU, where it then trains."""
-    kernels = ExitStack()
-    if not any(weight.device == _CPU for weight in model.parameters()):
-        kernels.enter_context(_AcceleratorKernels())
-        kernels.enter_context(_AcceleratorTemporaries())
-    return kernels
+@contextmanager
+def _kernels_of(model: nn.Module) -> Iterator[None]:
+    """Let ops be those of an accelerator, unless all weights are on the CPU, where the model then trains.
+
+    Frozen weights may wait on the host while the rest of the model is on an accelerator.
+    """
+    if all(weight.device == _CPU for weight in model.parameters()):
+        yield
+        return
+    with _AcceleratorKernels(), _AcceleratorTemporaries():
+        yield
 
 
 class _AcceleratorKernels(TorchFunctionMode):

@@ -292,7 +292,7 @@ def _with_weights(
         if problems := problems_of_weights(root, structure):
             raise PlanError(problems)
     except PlanError as error:
-        logger.info("memory.weights: auto: all weights stay on the device: %s", error)
+        logger.info("memory.weights: auto: all weights stay on the device: %s", str(error))
         return training, None
 
     def to_host() -> FrozenWeights:

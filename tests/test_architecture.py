@@ -290,6 +290,24 @@ def test_no_print_and_no_global_statement() -> None:
     assert wrong == []
 
 
+LOGGED = {"debug", "info", "warning", "error"}
+
+
+def test_no_log_record_holds_an_error() -> None:
+    """A handler may keep its records; an error has frames, and these hold a model with all its states."""
+    wrong = []
+    for path in sources():
+        handlers = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ExceptHandler)]
+        for handler in handlers:
+            for node in ast.walk(handler):
+                called = node.func if isinstance(node, ast.Call) else None
+                if not (isinstance(called, ast.Attribute) and called.attr in LOGGED):
+                    continue
+                if any(isinstance(given, ast.Name) and given.id == handler.name for given in node.args):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
 IMPORT_PROBE = """
 import json, logging, os, random, sys, threading, warnings
 import torch, torch.distributed, torch.utils.checkpoint

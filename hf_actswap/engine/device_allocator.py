@@ -58,7 +58,7 @@ def let_segments_expand(device: torch.device) -> Undo | None:
         torch.empty(_PAGE_BYTES, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         _set(_joined(written, False))
-        logger.info("PyTorch's allocator cannot use %s here: %s", SETTING, error)
+        logger.info("PyTorch's allocator cannot use %s here: %s", SETTING, str(error))
         return None
     logger.info(_SWITCHED, SETTING)
     return lambda: _set(_joined(written, False))

@@ -320,8 +320,9 @@ class Engine:
 
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks, also again after removal; return functions that remove them, oldest first."""
+        self.runtime.set_allocator()  # now, as its log line is shown; at a forward again, if the model moved
         if not self._acts:
-            return []
+            return self._set_allocator_only() if self.runtime.sets_allocator else []
         self.runtime.bind()
         # Innermost: a planner changes plans in a wrapper of the call that is to run under the new one.
         undo = [replace_call(module, self._cleaning_up, innermost=True) for module in self._entries]
@@ -349,6 +350,12 @@ class Engine:
             self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
         return undo
+
+    def _set_allocator_only(self) -> list[Undo]:
+        def before(*_: object) -> None:
+            self.runtime.set_allocator()
+
+        return wrap_outermost_calls(self._entries, before, lambda *_: None, innermost=True)
 
     def close(self) -> None:
         """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""

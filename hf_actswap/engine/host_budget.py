@@ -116,7 +116,7 @@ def record_saved(
                 storages = _record_saved(model, few, *call)
             return SavedBytes(repeated_uses(storages, repeat), structure.modules)
         except Exception as error:  # the model's own code runs on fewer layers than it has
-            logger.debug("Layers that look alike are not, so all of them run: %s", error)
+            logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return SavedBytes(_record_saved(model, structure, *call), structure.modules)
 
 

@@ -618,7 +618,7 @@ class HostPool:
         except (RuntimeError, MemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("No more host memory (%s): what does not fit stays on the device.", error)
+                logger.warning("No more host memory (%s): what does not fit stays on the device.", str(error))
             return False
         return True
 

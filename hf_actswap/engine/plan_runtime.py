@@ -81,6 +81,7 @@ class PlanRuntime:
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
         self._of_allocator = ExitStack()
+        self._set_on: torch.device | None = None
 
     @property
     def evictable(self) -> bool:
@@ -102,18 +103,32 @@ class PlanRuntime:
         self._first_parameter = module, name
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
+    @property
+    def sets_allocator(self) -> bool:
+        """Whether the plan changes the allocator. One for a batch does, even to keep all: it must fit."""
+        planned = self._plan.fingerprint is not None or self._plan.device_memory_bytes is not None
+        return planned or self._plan.does_anything
+
+    def set_allocator(self) -> None:
+        """Set the allocator of the model's device, unless that is done, and undo what was set elsewhere."""
+        device = self.device()
+        if device == self._set_on:
+            return
+        self._of_allocator.close()
+        if self.sets_allocator and (restore := let_segments_expand(device)) is not None:
+            self._of_allocator.callback(restore)
+        limit_bytes = self._plan.device_memory_bytes
+        if limit_bytes is not None and (restore := limit_memory(device, limit_bytes)) is not None:
+            self._of_allocator.callback(restore)
+        self._set_on = device
+
     def prepared(self) -> tuple[ForwardContext, bool]:
         """Return the context of the coming forward, and whether it is new, as after the model has moved."""
         device = self.device()
         if self.context is not None and self.context.device == device:
             return self.context, False
         self.host.bind(device, self._plan)
-        self._of_allocator.close()
-        if self._plan.does_anything and (restore := let_segments_expand(device)) is not None:
-            self._of_allocator.callback(restore)
-        limit_bytes = self._plan.device_memory_bytes
-        if limit_bytes is not None and (restore := limit_memory(device, limit_bytes)) is not None:
-            self._of_allocator.callback(restore)
+        self.set_allocator()
         self.context = None
         transfer = self.transfer()
         pool = self.pool(transfer)
@@ -163,6 +178,7 @@ class PlanRuntime:
         Safe to call again.
         """
         self._of_allocator.close()
+        self._set_on = None
         if self._resources.host is None:
             self.host.close()
 

@@ -560,7 +560,7 @@ class EvictableStorage:
             try:
                 host = HostBuffer(self._size_bytes, (mapped(self._size_bytes),), ())
             except (OSError, MemoryError, RuntimeError) as error:
-                logger.warning("No more host memory (%s): nothing can be evicted.", error)
+                logger.warning("No more host memory (%s): nothing can be evicted.", str(error))
                 return None
         if host is not None:
             host.hold(torch.uint8, torch.Size([self._size_bytes]))

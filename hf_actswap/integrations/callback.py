@@ -500,8 +500,8 @@ class ActSwapCallback(TrainerCallback):
                 micro_batches=args.gradient_accumulation_steps,
                 earlier_plan=self._resumed_from,
             )
-            applied = self._put_on(training, args, state)
             with self._console_on_rank_0(state):
+                applied = self._put_on(training, args, state)
                 self._in_backward = optimizer_in_backward(
                     model, config.memory, training.optimizer, applied, reads_norm=True
                 )

@@ -224,7 +224,7 @@ class SearchPhase:
         try:
             self._waiting = self._planned()
         except BudgetError as error:
-            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, error)
+            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, str(error))
             self.task, self._waiting = before, planned
             return False
         self.outgrown += self.trials
@@ -255,7 +255,7 @@ class SearchPhase:
             try:
                 found = self._planned()
             except BudgetError as error:
-                self._run.log.warning("with what the last trial used, %s", error)
+                self._run.log.warning("with what the last trial used, %s", str(error))
                 found = [least_plan(self.task), *self._waiting]
             tried = [trial.plan.rows for trial in self.trials]
             self._waiting = [item for item in found if item.plan.rows not in tried]
@@ -587,7 +587,7 @@ class Planner:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
                 raise min(self._impossible, key=lambda error: error.least_bytes) from None
-            run.log.warning("not for the largest batch so far, which would be guarded: %s", error)
+            run.log.warning("not for the largest batch so far, which would be guarded: %s", str(error))
             return self._begin_search(step, None, steps=steps)
 
     def _states_in_passing(
@@ -706,7 +706,7 @@ class Planner:
         try:
             self._phase = self._begin_search(step, None if size is None else size.joined(self._largest))
         except BudgetError as error:
-            run.log.debug("no plan on paper: %s", error)
+            run.log.debug("no plan on paper: %s", str(error))
             self._impossible = []
             self._phase = WarmUp(run, first_steps(run))
         if run.fixed.tiles != tiles:  # a step in these tiles is computed anew, and none recorded
@@ -749,7 +749,7 @@ class Planner:
 
     def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         run = self._run
-        run.log.warning("the plan before stays on, under the guard, which costs time: %s", error)
+        run.log.warning("the plan before stays on, under the guard, which costs time: %s", str(error))
         run.replace_plan(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 

@@ -471,7 +471,7 @@ def _of_checkpoint(path: str, here: MadeFor) -> FilePlan | None:
     try:
         found = read_plan(path)
     except ActSwapError as error:
-        logger.warning("The plan of the checkpoint is not used, and one is searched: %s", error)
+        logger.warning("The plan of the checkpoint is not used, and one is searched: %s", str(error))
         return None
     differences = found.made_for.differences(here) if found.made_for is not None else {}
     if differences:

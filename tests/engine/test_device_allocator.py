@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_actswap.engine.device_allocator import (
     segments_expand,
     set_by_user,
 )
+from hf_actswap.plan import fingerprint_of
 from tests.engine.tiny_models import tiny_llama
 
 CPU = torch.device("cpu")
@@ -79,6 +81,25 @@ def test_segments_expand_while_a_plan_is_on(fixed_segments: torch.device) -> Non
     assert settings["garbage_collection_threshold"] == pytest.approx(0.9), "the user's settings stay"
     applied.remove()
     assert not segments_expand(fixed_segments)
+
+
+@pytest.mark.gpu
+def test_segments_expand_for_a_batch_of_which_all_is_kept(fixed_segments: torch.device) -> None:
+    """With other segments, trainings that were to keep everything ran out of memory in their first step."""
+    model = tiny_llama()
+    by_hand = MemoryPlan((), len(model_structure(model).layers), "llama")
+    limit_bytes = torch.cuda.memory_reserved() + 256 * MIB
+    planned = replace(by_hand, fingerprint=fingerprint_of(model, (1, 8)), device_memory_bytes=limit_bytes)
+    before = torch.cuda.get_per_process_memory_fraction()
+    for plan, expand in ((by_hand, False), (planned, True)):
+        applied = apply(model, plan)
+        model.to(fixed_segments)  # it may move after its plan was put on
+        one_step(model)
+        assert segments_expand(fixed_segments) is expand
+        assert (torch.cuda.get_per_process_memory_fraction() < before) is expand
+        applied.remove()
+        assert not segments_expand(fixed_segments)
+        assert torch.cuda.get_per_process_memory_fraction() == before
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 
 from hf_actswap import apply
 from tests.engine.tiny_models import VOCABULARY, tiny_llama
-from tests.rehearsal.trainings import device
+from tests.rehearsal.trainings import device, give_back
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "swap": {"swap_config": {"swap": True, "layer_swap": [{"layers": True, "backward_prefetch": 1}]}},
@@ -44,7 +43,7 @@ class Ended:
 
 def trained(mode: str | None) -> Ended:
     """Train a Llama with a wide feed-forward for some steps."""
-    _give_back()
+    give_back()
     torch.cuda.reset_peak_memory_stats()
     values, error = (), None
     try:
@@ -53,7 +52,7 @@ def trained(mode: str | None) -> Ended:
         error = found.with_traceback(None)  # its frames hold tensors
         error.__context__ = error.__cause__ = None
     most_bytes = torch.cuda.max_memory_reserved()
-    _give_back()
+    give_back()
     return Ended(values, error, most_bytes)
 
 
@@ -85,9 +84,3 @@ def at_most(limit_bytes: float) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def _give_back() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()

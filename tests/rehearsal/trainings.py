@@ -55,6 +55,14 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
+def give_back() -> None:
+    """Free what earlier trainings have left: garbage, cuBLAS' memory of each stream, and the cache."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
 def pinned(slab_bytes: int, room_bytes: int | None = None) -> HostPool:
     return HostPool(PinnedSlabs(device(), frozenset()), room_bytes, slab_bytes=slab_bytes)
 
@@ -232,9 +240,7 @@ def _planned(memory: Mapping[str, Any] | None, frozen: bool = False) -> tuple[li
 
     ``frozen``: the products of its layers are.
     """
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # what earlier trainings of this process have left for each stream
-    torch.cuda.empty_cache()
+    give_back()
     torch.cuda.reset_peak_memory_stats()
     model = tiny_llama(hidden_size=32, intermediate_size=2048, use_cache=False).to(device())
     optimizer = torch.optim.AdamW(_unfrozen(model, frozen), lr=1e-3, fused=True)

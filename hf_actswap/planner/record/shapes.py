@@ -96,7 +96,7 @@ def profile_from_shapes(
         try:
             return _profile_of_few(model, structure, batch, repeat, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
-            logger.debug("Layers that look alike are not, so all of them run: %s", error)
+            logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return _profile(model, structure, batch, *settings)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -263,7 +264,6 @@ class Linear4bit(QuantisedLinear):
     """Computes in the weight's type and returns its input's, as bitsandbytes' layer of this name does.
 
     Behind a norm in fp32 (`prepare_kbit`), all that the layer returns is in fp32, also under autocast.
-    PEFT's adapter of it copies the result (``peft/tuners/lora/bnb.py``).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,18 @@ class Linear4bit(QuantisedLinear):
         needs_node = self.adapted and torch.is_grad_enabled() and input.requires_grad
         product: Any = _Linear4bitProduct.apply if needs_node else _product_in_own_type
         result: torch.Tensor = product(input.to(self.weight.dtype), self.weight, self.bias).to(input.dtype)
-        return result.clone() if self.adapted else result
+        return result
+
+
+def _adapt_4bit(adapter: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run the adapter of a layer in four bits as ``peft/tuners/lora/bnb.py`` does: it copies the result."""
+    result: torch.Tensor = adapter.base_layer(x).clone()
+    for name in adapter.active_adapters:
+        low = adapter.lora_A[name]
+        given = adapter.lora_dropout[name](_cast_without_autocast(x, low.weight.dtype))
+        added = adapter.lora_B[name](low(given)) * adapter.scaling[name]
+        result = result + (added if torch.is_autocast_enabled(x.device.type) else added.to(result.dtype))
+    return result
 
 
 def quantised_weights(model: nn.Module) -> list[torch.Tensor]:
@@ -326,6 +337,8 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
     for adapter in adapters:
         if isinstance(base := getattr(adapter, "base_layer", None), QuantisedLinear):
             base.adapted, adapter._cast_input_dtype = True, _cast_without_autocast
+            if isinstance(base, Linear4bit):
+                adapter.forward = MethodType(_adapt_4bit, adapter)
     return adapted.train()
 
 

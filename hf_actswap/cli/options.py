@@ -205,6 +205,7 @@ class AskedStep:
     optimizer: PaperOptimizerName | None = None
     gradient_dtype: DtypeName | None = None
     sharding: Sharding | None = None
+    fused_loss: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,14 @@ Shard = Annotated[
         help="What N data-parallel ranks shard: ddp=N (nothing), zero1=N, zero2=N, zero3=N or fsdp=N.",
     ),
 ]
+FusedLoss = Annotated[
+    bool,
+    typer.Option(
+        "--fused-loss",
+        help="The training's loss never has the logits of all tokens: TRL's SFTTrainer (1.16, before with "
+        "chunked_nll), Liger's fused_linear_cross_entropy, Unsloth.",
+    ),
+]
 Adapters = Annotated[
     Lora | None,
     typer.Option(
@@ -146,6 +154,7 @@ def plan(
     optimizer: Optimizer = None,
     grad_dtype: GradDtype = None,
     shard: Shard = None,
+    fused_loss: FusedLoss = False,
     lora: Adapters = None,
     quantize: Quantize = None,
     prepare_kbit: PrepareKbit = False,
@@ -166,7 +175,7 @@ def plan(
     asked = PlanRequest(
         model=ModelRequest(model, dtype, lora, quantize, trust_remote_code, prepare_kbit),
         config=config,
-        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard),
+        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard, fused_loss),
         profile=profile,
         budget_bytes=budget,
         tp=tp,
@@ -193,9 +202,10 @@ def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
         raise typer.BadParameter("--compare cannot be combined with --save or --tp")
     if asked.compared and asked.profile is not None:
         raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
-    if asked.profile is not None and (model.lora or model.quantize or step.sharding or step.gradient_dtype):
+    of_paper = (model.lora, model.quantize, step.sharding, step.gradient_dtype, step.fused_loss)
+    if asked.profile is not None and any(of_paper):
         raise typer.BadParameter(
-            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
+            "--profile cannot be combined with --lora, --quantize, --shard, --grad-dtype or --fused-loss"
         )
     reject_quantize(model, 2 if asked.compared else asked.tp)
     alone = asked.config or step.tokens or step.sequences or asked.profile or asked.compared

@@ -291,6 +291,7 @@ def step_shape(asked: AskedStep) -> StepShape:
         asked.optimizer or "adamw",
         asked.gradient_dtype,
         asked.sharding,
+        fused_loss=asked.fused_loss,
     )
 
 

@@ -407,12 +407,12 @@ def _of_whole_steps(result: SearchResult) -> SearchResult:
 
 
 def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: float) -> SearchResult:
-    at_rest = result.profile.outside_base_bytes - result.profile.optimizer_state_bytes
-    resident = chosen.resident_bytes or 0
     whole = _of_whole_steps(result)
-    peak_bytes = max(whole.prediction.peak_bytes, at_rest + resident)
-    steps = {**whole.steps, PLANNED: replace(whole.prediction, step_ms=chosen.ms, peak_bytes=peak_bytes)}
-    return replace(whole, steps=steps, kept_states_ms=kept_ms, resident_state_bytes=resident)
+    of_chosen = replace(whole.prediction, step_ms=chosen.ms, peak_bytes=chosen.peak_bytes)
+    steps = {**whole.steps, PLANNED: of_chosen}
+    return replace(
+        whole, steps=steps, kept_states_ms=kept_ms, resident_state_bytes=chosen.resident_bytes or 0
+    )
 
 
 @dataclass(frozen=True)
@@ -483,6 +483,8 @@ class _Search:
             and step.sequences * step.tokens > AUTO_LEAST_TOKENS
             and fits_outside_backward(profile, self.memory, allocatable)
         ):
+            if step.fused_loss and config.tile_config.loss is None:  # it is in tiles of its own
+                config = replace(config, tile_config=replace(config.tile_config, loss="off"))
             for tiles, tiled in ladder_of(found, config):
                 with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
                     profile = profile_of(found, step, tiled.tiles)

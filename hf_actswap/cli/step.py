@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -73,6 +74,8 @@ class StepShape:
         micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
         in_backward: whether the optimizer steps each parameter in backward.
         states_leave: whether the optimizer's states are on the host between its steps, because it is written.
+        fused_loss: whether the training computes its loss from the head's weight, tile by tile, whatever the
+            plan says: it is predicted in tiles, and the plan has none of the loss.
     """
 
     sequences: int  # of a micro-batch
@@ -86,6 +89,7 @@ class StepShape:
     micro_batches: int = 1
     in_backward: bool = False
     states_leave: bool = False
+    fused_loss: bool = False
 
     def described(self) -> str:
         """Return the step as one line of text."""
@@ -95,6 +99,7 @@ class StepShape:
         shares = f", {self.sharding.name} over {self.sharding.ranks} ranks" if self.sharding else ""
         place = ", frozen weights on the host" if self.weights == "host" else ""
         place += ", optimizer in backward" if self.in_backward else ""
+        place += ", fused loss" if self.fused_loss else ""
         batch = f"{self.sequences} x {self.tokens} tokens"
         if self.micro_batches > 1:
             batch = f"{self.micro_batches} micro-batches of {batch}"
@@ -113,6 +118,7 @@ class StepShape:
             "weights": self.weights,
             "micro_batches": self.micro_batches,
             "optimizer_in_backward": self.in_backward,
+            "fused_loss": self.fused_loss,
         }
 
 
@@ -147,8 +153,11 @@ def profile_of(
         PlanError: a module of ``tiles`` cannot run over tiles of the tokens.
     """
     gradients_exist = gradients_exist or step.micro_batches > 1
+    tiles = tuple(tiles)
+    if step.fused_loss and has_loss and not any(tile.scope == "head" for tile in tiles):
+        tiles = (*tiles, _fused_loss(found, step))
     shape = (step.sequences, step.tokens, step.device, step.autocast, step.optimizer)
-    key = (*shape, tuple(tiles), has_loss, gradients_exist, workspaces)
+    key = (*shape, tiles, has_loss, gradients_exist, workspaces)
     if key not in found.profiles:
         found.profiles[key] = _from_shapes(found, *key)
     profile = found.profiles[key]
@@ -164,6 +173,20 @@ def profile_of(
         profile = stepped_in_backward(found, step, profile)
     waiting = weights_on_host(found, step)
     return with_weights_on_host(profile, waiting) if waiting else profile
+
+
+def _fused_loss(found: AnalysedModel, step: StepShape) -> Tile:
+    """Return the tiles of a fused loss: about as many logits as hidden states, a power of two of tokens.
+
+    So Liger Kernel divides a batch (``fused_linear_cross_entropy.py``), and TRL's fused head takes less than
+    three times as much (256 MiB, ``trl/kernels/chunked_logprob.py``).
+    """
+    tokens, head = step.sequences * step.tokens, found.shape.head
+    if head is None:
+        return Tile("head")  # which is rejected by name
+    vocabulary, hidden = found.model.get_parameter(f"{head}.weight").shape
+    least = math.ceil(tokens / math.ceil(vocabulary / hidden))
+    return Tile("head", tokens=min(1 << (least - 1).bit_length(), tokens))
 
 
 def _from_shapes(

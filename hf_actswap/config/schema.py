@@ -320,7 +320,7 @@ class MemoryConfig:
         swap_bucket_size: the most bytes that are swapped in that many layers; below 0: no limit; 0: none.
             Default -1.
         min_tensor_mib: size in MiB under which a tensor is never swapped (``tensor_size_filter``, in bytes).
-            Default ``None``: 1 KiB.
+            Default ``None``: 1 KiB, and what the planner swaps a 2^17th of the budget (192 KiB of 24 GiB).
         host_memory_gib: the most host memory of a rank, in GiB. Default ``None``: its share of what is free.
         bind_numa: whether each rank and its host memory stay beside its device on a machine with several
             NUMA nodes. Default true.

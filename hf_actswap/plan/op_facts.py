@@ -99,6 +99,7 @@ _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 )
 """Namespaces of the ops that exchange data with other ranks."""
+_READ_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _BUILT_IN = frozenset({"aten", "prims", "prim"})
 _VIEWS_WITHOUT_ALIAS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
 """Ops that return views although their schema does not say so."""
@@ -159,6 +160,17 @@ def _dropout_argument(op: Any) -> tuple[str, int] | None:
         return None
     arguments = enumerate(op._schema.arguments)
     return next(((item.name, at) for at, item in arguments if item.name == "dropout_p"), ("", 0))
+
+
+def reads_values(op: Any, reads_groups: bool) -> bool:
+    """Whether the host waits in an op for values from the device: a number, or sizes that depend on values.
+
+    ``reads_groups``: whether ``grouped_mm`` reads the ends of its groups, as it does without a kernel for the
+    device (``_grouped_mm_fallback`` in PyTorch's ``aten/src/ATen/native/GroupedMMUtils.h``).
+    """
+    if op is torch.ops.aten._grouped_mm.default:
+        return reads_groups
+    return not _READ_TAGS.isdisjoint(getattr(op, "tags", ()))
 
 
 def is_collective(op: Any) -> bool:

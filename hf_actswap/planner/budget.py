@@ -129,16 +129,22 @@ def budget_for(profile: Profile, memory: MemoryConfig, allocated_bytes: int) -> 
     return allocated_bytes if memory.budget_gib is None else with_fragments(allocated_bytes)
 
 
+_LEAST_SHARE = 2**-17
+"""Share of the budget below which the planner swaps no tensor: a few hundred of these are not worth what a
+copy costs the host (some 50 us out, as much back), which in short steps is not hidden."""
+
+
 def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) -> Limits:
     """Return the limits of a search within the budget ``device_bytes``.
 
     ``engine_min_bytes``: the engine never swaps smaller tensors.
     """
     bucket, host, least = memory.swap_bucket_size, memory.host_memory_gib, memory.min_tensor_mib
+    smallest = max(engine_min_bytes, int(device_bytes * _LEAST_SHARE))
     return Limits(
         device_bytes=device_bytes,
         host_bytes=None if host is None else round(host * GIB),
-        min_tensor_bytes=engine_min_bytes if least is None else round(least * 2**20),
+        min_tensor_bytes=smallest if least is None else round(least * 2**20),
         swap_bucket_bytes=None if bucket < 0 else bucket,
         layers_per_stage=memory.num_attn_layers_per_stage,
         frees_optimizer_states=memory.preference == "memory_saving",

@@ -13,7 +13,7 @@ from ..config.sizes import GIB
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
 from ..engine.link import slowest
 from ..errors import ActSwapError
-from ..plan.actions import MemoryPlan, Scope
+from ..plan.actions import MemoryPlan, PlanRow, Scope
 from .budget import (
     MARGIN_SHARE,
     BudgetError,
@@ -309,6 +309,22 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
             raise impossible(task.memory, task.budget_bytes, least, peak, task.fixed.tiles) from None
 
     return found_by_rank_0(search)
+
+
+def whole_layers(task: PlanningTask) -> Found | None:
+    """Return the plan that recomputes each layer as a whole; ``None``: it does not fit, or is no choice here.
+
+    It is none beside fates of layers that are written by hand, where compiled layers have fewer to choose
+    from, beside states on the host, or on a stage of a pipeline.
+    """
+    profile, fixed, limits = task.profile, task.fixed, task.limits()
+    by_hand = any(isinstance(row.scope, int) for row in fixed.rows)
+    if by_hand or profile.compiled_layers or limits.frees_optimizer_states or task.in_flight > 1:
+        return None
+    rows = (PlanRow(layer, "", "recompute") for layer in range(fixed.num_layers))
+    plan = replace(fixed, rows=(*fixed.rows, *rows))
+    prediction = task.predicted(profile, plan)
+    return Found(plan, prediction, 0.0) if prediction.peak_bytes <= limits.device_bytes else None
 
 
 def least_plan(task: PlanningTask) -> Found:

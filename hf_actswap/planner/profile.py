@@ -57,6 +57,7 @@ class OpEvent:
         backward_place: -1 where backward does not visit it.
         communicates: whether it runs a collective.
         random: whether it draws random numbers.
+        reads_values: whether the host waits in its forward for values from the device.
     """
 
     call: OpCall
@@ -71,6 +72,7 @@ class OpEvent:
     backward_place: Annotated[int, Ge(-1), Expected("a number, or -1")]
     communicates: bool = False
     random: bool = False
+    reads_values: bool = False
 
 
 CompileVariant = tuple[float, tuple[str, ...], tuple[str, ...]]
@@ -389,7 +391,7 @@ def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[l
 
 
 FORMAT = "hf_actswap.profile"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _KINDS = get_args(UseKind)
 _OP_EVENT = tuple(field.name for field in fields(OpEvent))
@@ -416,9 +418,8 @@ def profile_to_json(profile: Profile) -> str:
 
     def event_row(op_event: OpEvent) -> list[Any]:
         row = {name: getattr(op_event, name) for name in _OP_EVENT}
-        row.update(
-            call=number(op_event.call), communicates=int(op_event.communicates), random=int(op_event.random)
-        )
+        row.update({name: int(value) for name, value in row.items() if isinstance(value, bool)})
+        row.update(call=number(op_event.call))
         return list(row.values())
 
     document: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}

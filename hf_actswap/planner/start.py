@@ -398,19 +398,25 @@ def _may_move_states(training: PlannedTraining, transfer: Transfer) -> bool:
     return is_streamed(inner_optimizer(optimizer))
 
 
+_LEAST_SHARE_OF_STATES = 2**-15
+"""Share of all states below which a tensor of them stays on the device: adapters beside those of experts have
+hundreds, which hold next to nothing and cost the host as much as large ones."""
+
+
 def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPool) -> OptimizerStates:
     if training.optimizer is None:
         expected = "the optimizer, whose states memory_saving moves"
         hint = "Pass it: hf_actswap.apply(model, config, optimizer=optimizer)."
         raise PlanError([Problem("memory.preference", expected, "none", hint)])
     root = unwrapped(training.model)
+    least_bytes = int((expected_state_bytes(training.optimizer) or 0) * _LEAST_SHARE_OF_STATES)
     states = OptimizerStates(
         training.optimizer,
         transfer,
         pool,
         model=training.model,
         layers=[root.get_submodule(layer.module_path) for layer in training.structure.layers],
-        min_tensor_bytes=training.fixed.min_tensor_bytes,
+        min_tensor_bytes=max(training.fixed.min_tensor_bytes, least_bytes),
     )
     states.attach()
     return states

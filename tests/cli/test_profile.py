@@ -84,7 +84,7 @@ def test_a_plan_is_made_of_the_times_in_the_file(run: Run, model: Path, written:
     assert found["predicted"]["nothing"] == said["predicted"]
     step = {"batch": 2, "seq": 64, "device": "cpu", "autocast": None, "optimizer": "adamw"}
     usual = {"gradient_dtype": None, "sharding": None, "weights": "keep", "micro_batches": 1}
-    assert found["step"] == {**step, **usual, "optimizer_in_backward": False}
+    assert found["step"] == {**step, **usual, "optimizer_in_backward": False, "fused_loss": False}
     assert found["memory"] == {}  # of a measured step it is not known
     assert found["profile"] == str(path)
     slower = path.with_name("slower.json")

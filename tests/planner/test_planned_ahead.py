@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_actswap.planner import BudgetError, phases, start
+from hf_actswap.planner import BudgetError, phases, search_phase, start
 from hf_actswap.planner.record import devices
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
@@ -17,10 +17,14 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def _known_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counted device is a tiny H100; its libraries take no workspaces, for none are counted."""
+    """The counted device is a tiny H100; its libraries take no workspaces, for none are counted.
+
+    Its steps take a CPU's time, as if all waited for the host: nothing is compared with whole layers.
+    """
     without = tuple(replace(rates, workspace_bytes=0) for rates in devices.DEVICES)
     monkeypatch.setattr(devices, "DEVICES", without)
     monkeypatch.setattr(phases, "LEAST_ON_PAPER_BYTES", 0)
+    monkeypatch.setattr(search_phase, "whole_layers", lambda _: None)
     monkeypatch.setattr(start, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ from hf_actswap.config import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.hook_wrappers import replace_outermost_calls
 from hf_actswap.engine.host_budget import HostMemory
-from hf_actswap.plan import MemoryPlan
+from hf_actswap.plan import MemoryPlan, PlanRow
 from hf_actswap.planner import CountingMeter, Profile, profile_from_shapes, stable
-from hf_actswap.planner.phases import SearchPhase
 from hf_actswap.planner.plan_file import MeasuredStep
-from hf_actswap.planner.planning import agreed_task
+from hf_actswap.planner.planning import agreed_task, whole_layers
 from hf_actswap.planner.recorded_step import BatchSize, RecordedStep, scores_of
 from hf_actswap.planner.run import ModeLog, ahead_of_calls
 from hf_actswap.planner.search.find_plan import least_peak_bytes
+from hf_actswap.planner.search_phase import SearchPhase
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.tiny_models import (
@@ -317,13 +317,15 @@ def test_routed_experts() -> None:
 class TimedRun:
     """What `SearchPhase` asks of a run: each step takes as many ms as it has tokens, and 5 beside.
 
-    Compute waits for none of it, or works only ``work_ms``. ``missing_bytes`` had to be evicted.
+    Or each takes ``step_ms``. Compute waits for none of it, or works only ``work_ms``. ``missing_bytes`` had
+    to be evicted.
     """
 
     log: ModeLog = field(default_factory=lambda: ModeLog("adaptive"))
     tokens: int = 0
     peak_bytes: int = 0
     work_ms: float | None = None
+    step_ms: float | None = None
     missing_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)
     meter: CountingMeter = field(default_factory=CountingMeter)
@@ -333,15 +335,18 @@ class TimedRun:
         self.switched.append(plan)
 
     def measured_here(self) -> MeasuredStep:
-        step_ms, peak, missing = self.tokens + 5.0, self.peak_bytes, self.missing_bytes
+        peak, missing = self.peak_bytes, self.missing_bytes
+        step_ms = self.tokens + 5.0 if self.step_ms is None else self.step_ms
         work_ms = step_ms if self.work_ms is None else self.work_ms
         return MeasuredStep(step_ms, peak, peak, 2 * missing, 0, missing, work_ms)
 
 
-def search_of(share: float, steps: int = 8) -> tuple[SearchPhase, TimedRun, int]:
+def search_of(
+    share: float, steps: int = 8, source: Literal["measured", "shapes"] = "measured"
+) -> tuple[SearchPhase, TimedRun, int]:
     """A search for batches of 512 tokens, whose budget is a share of what they take."""
     step = recorded_on_paper((4, 128), "sdpa")
-    step = replace(step, profile=replace(step.profile, outside_ms=5.0, source="measured"))
+    step = replace(step, profile=replace(step.profile, outside_ms=5.0, source=source))
     peak_bytes = measured_peak_bytes(step.profile)
     memory = MemoryConfig(mode="adaptive", budget_gib=share * peak_bytes / GIB)
     task = agreed_task(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)
@@ -390,6 +395,31 @@ def test_ops_that_took_less_time_than_recorded_are_predicted_anew() -> None:
     assert search.task.profile.outside_ms == pytest.approx(2.5)
     assert search.task.step is not None
     assert search.task.step.profile.compute_ms == search.task.profile.compute_ms
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_step_that_waits_for_the_host_is_compared_with_whole_layers(faster: bool) -> None:
+    search, run, _ = search_of(0.6, 3, "shapes")
+    run.tokens = 512
+    for tokens in (512, 512, 400 if faster else 600):
+        run.tokens = tokens
+        search.forward_starts((4, 128))
+        assert not search.step_ended()
+    search.forward_starts((4, 128))
+    assert search.step_ended(), "it is tried once"
+    whole = [PlanRow(layer, "", "recompute") for layer in range(4)]
+    assert list(search.trials[1].plan.rows) == whole
+    assert (list(search.best.plan.rows) == whole) == faster
+
+
+def test_a_step_as_long_as_predicted_is_compared_with_nothing() -> None:
+    search, run, _ = search_of(0.6, 3, "shapes")
+    least = whole_layers(search.task)
+    assert least is not None
+    run.step_ms = least.prediction.step_ms
+    for ends in (False, True):
+        search.forward_starts((4, 128))
+        assert search.step_ended() is ends
 
 
 def test_where_nothing_fits_any_more_the_plan_of_the_least_peak_is_tried() -> None:

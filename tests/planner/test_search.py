@@ -103,6 +103,41 @@ def test_the_plan_is_faster_than_recomputing_all_layers_within_the_same_memory()
     assert found.prediction.peak_bytes <= full.peak_bytes
 
 
+def reading(profile: Profile, path: str) -> Profile:
+    """Return ``profile`` where the host reads values in an op of each layer."""
+    return replace(
+        profile,
+        op_events=tuple(replace(item, reads_values=item.call[1] == path) for item in profile.op_events),
+    )
+
+
+def test_a_value_that_is_read_waits_for_all_copies_that_have_begun() -> None:
+    """Two ops of 10 ms, the first of which sends 55 MB on its way in 1 ms, or 1,100 MB in 20."""
+    for size_bytes, stall_ms in ((55_000_000, 0.0), (1_100_000_000, 10.0)):
+        ops = (
+            *(Op("made", size_bytes, 10.0, ("x",), ("made",)), Op("between", 8, 10.0, ("made",))),
+            *(Op("router", 8, 1.0, ("between",)), Op("after", 8, 100.0, ("router",))),
+        )
+        swapped = MemoryPlan((PlanRow(0, "made", "swap", windows=Windows(1, 9)),), 1)
+        free = profile_of([ops], link_of(55.0))
+        assert predict(free, swapped).forward_stall_ms == 0.0, "it leaves beside what comes after"
+        found = predict(reading(free, "router"), swapped)
+        assert found.forward_stall_ms == pytest.approx(stall_ms, abs=0.1)
+        assert predict(reading(free, "router"), MemoryPlan((), 1)).forward_stall_ms == 0.0
+
+
+def test_less_is_swapped_where_layers_read_values() -> None:
+    """What has begun to leave before the value would be waited for: the plan recomputes more instead."""
+    profile = llama(20.0)
+    free = found_at(profile, 0.1)
+    found = found_at(reading(profile, "attn.core"), 0.1)
+    unaware = predict(reading(profile, "attn.core"), free.plan)
+    assert found.prediction.swapped_bytes < free.prediction.swapped_bytes
+    assert found.prediction.step_ms < unaware.step_ms
+    full = predict(profile, MemoryPlan(tuple(PlanRow(n, "", "recompute") for n in range(LAYERS)), LAYERS))
+    assert found.prediction.step_ms < full.step_ms
+
+
 def test_the_same_input_gives_the_same_plan() -> None:
     profile = llama(layers=4)
     fixed = replace(NOTHING, num_layers=4)

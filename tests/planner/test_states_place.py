@@ -78,7 +78,10 @@ def test_copies_beside_the_first_forward_and_the_last_backward_are_hidden() -> N
     moved = predict(profile, NOTHING, optimizer_states_moved=True)
     roomy = with_states_in_passing(profile, moved, 4, 2**40)
     assert roomy.resident_bytes == STATES
-    waits = [STATES / 55e6 - moved.forward_end_ms, STATES / 55e6 - profile.compute_ms + moved.forward_end_ms]
+    until_the_last_ms = sum(
+        op_event.forward_ms for op_event in profile.op_events if op_event.call[0] in range(LAYERS - 1)
+    )
+    waits = [STATES / 55e6 - until_the_last_ms, STATES / 55e6 - profile.compute_ms + moved.forward_end_ms]
     waited_ms = sum(max(ms, 0.0) for ms in waits)
     assert roomy.ms == pytest.approx(4 * profile.compute_ms + profile.outside_ms + waited_ms)
     exact = with_states_in_passing(profile, moved, 4, moved.peak_bytes)
@@ -93,6 +96,28 @@ def test_copies_beside_the_first_forward_and_the_last_backward_are_hidden() -> N
         )
         assert point.total_bytes + there * exact.resident_bytes <= moved.peak_bytes + 1
     assert exact.ms >= roomy.ms
+
+
+def test_no_states_leave_behind_a_value_that_is_read() -> None:
+    """The host waits for the value, which waits for all copies that have begun."""
+    profile = llama()
+    read = replace(
+        profile,
+        op_events=tuple(
+            replace(item, reads_values=item.call[1] == "attn.core") for item in profile.op_events
+        ),
+    )
+    whole_ms = until_ms = 0.0
+    for layer in range(LAYERS - 1):
+        ops = [item for item in profile.op_events if item.call[0] == layer]
+        core = [item.call[1] for item in ops].index("attn.core")
+        whole_ms += sum(item.forward_ms for item in ops)
+        until_ms += sum(item.forward_ms for item in ops[:core])
+    moved = predict(profile, NOTHING, optimizer_states_moved=True)
+    free, held = (with_states_in_passing(item, moved, 1, 2**40) for item in (profile, read))
+    copies_ms = STATES / 55e6
+    assert copies_ms > whole_ms > until_ms
+    assert held.ms - free.ms == pytest.approx(whole_ms - until_ms)
 
 
 def test_with_accumulation_the_states_go_to_the_host(tight: int) -> None:

@@ -6,7 +6,8 @@ measured.
 
 The engine acts at hooks, so *in which* moment something happens does not depend on times. Times only say how
 long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the time
-that a link needs; copies in one direction run one after another.
+that a link needs; copies in one direction run one after another. A value that the host reads in forward
+(`OpEvent.reads_values`) is one of them: compute waits for all copies out that have begun.
 
 In forward, each pack (autograd saves a tensor) makes the releases that are due, then starts its copy out; at
 the end of forward the remaining releases follow. In backward, each op event starts the prefetches whose point
@@ -50,6 +51,9 @@ from .scope_fates import (
 _Times = dict[CopyId, tuple[float, float]]
 
 _TOLERANCE_MS = 1e-9
+
+_READ, _RELEASE, _LEAVE = -1, 0, 1
+"""What happens in forward, in this order at one use: a value is read, memory freed, a copy out begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +116,47 @@ class ForwardWalk:
         packs, start_ms = self.program.packs, self.program.order.start_ms
         orders, ops = [pack.order for pack in packs], [pack.op for pack in packs]
         forward_end = len(start_ms) - 1
-        events: list[tuple[float, int, tuple[int, int], CopyId, int, bool]] = []
+        events: list[tuple[float, int, tuple[int, int], CopyId | None, int, bool]] = []
+        for at_event, running in enumerate(self.program.order.op_events if self.moving else ()):
+            if running.reads_values:
+                events.append((running.first_order, _READ, (at_event, 0), None, at_event, False))
+        last: CopyId | None = None
         for number, (name, moving) in enumerate(self.moving.items()):
             copy = moving.copy
             point = copy.op + moving.windows.release_ops
             at = max(bisect_left(ops, point), bisect_right(orders, copy.order))
-            events.append((copy.order, 1, (number, 0), name, copy.op_event, copy.at_end))
+            events.append((copy.order, _LEAVE, (number, 0), name, copy.op_event, copy.at_end))
             if moving.tickets and at < len(packs):
                 pack = packs[at]
-                events.append((pack.order, 0, (point, number), name, pack.op_event, pack.at_end))
+                events.append((pack.order, _RELEASE, (point, number), name, pack.op_event, pack.at_end))
             elif moving.tickets:
-                events.append((1 << 60, 0, (point, number), name, forward_end, False))
+                events.append((1 << 60, _RELEASE, (point, number), name, forward_end, False))
             else:
                 self.moments[name] = 0
-        for _, kind, _, name, op_event, at_end in sorted(events):
+        for _, kind, _, moved, op_event, at_end in sorted(events, key=lambda event: event[:3]):
             moment = min(op_event + at_end, forward_end)
             now_ms = start_ms[moment] + self.stall_ms
-            if kind:
-                self.queued_ms[name] = now_ms
+            if moved is None:
+                if last is not None:  # the value is copied on the same lane, behind all that have begun
+                    self._wait(last, moment, now_ms)
+            elif kind == _LEAVE:
+                self.queued_ms[moved], last = now_ms, moved
                 if self.link is not None:
-                    size_bytes = self.moving[name].copy.size_bytes
-                    self.link.enqueue(self.link.out, self.numbers[name], size_bytes, now_ms)
-                continue
-            if self.link is not None:
-                waited_ms = self.link.wait(self.link.out, self.numbers[name], now_ms) - now_ms
-                if waited_ms > _TOLERANCE_MS:
-                    self.stall_ms += waited_ms
-                    self.waits.append((moment, waited_ms))
-                    now_ms += waited_ms
-            self.moments[name], self.released_ms[name] = moment, now_ms
+                    size_bytes = self.moving[moved].copy.size_bytes
+                    self.link.enqueue(self.link.out, self.numbers[moved], size_bytes, now_ms)
+            else:
+                self.moments[moved], self.released_ms[moved] = moment, self._wait(moved, moment, now_ms)
+
+    def _wait(self, name: CopyId, moment: int, now_ms: float) -> float:
+        """Let compute wait for a copy out; return when it goes on."""
+        if self.link is None:
+            return now_ms
+        waited_ms = self.link.wait(self.link.out, self.numbers[name], now_ms) - now_ms
+        if waited_ms > _TOLERANCE_MS:
+            self.stall_ms += waited_ms
+            self.waits.append((moment, waited_ms))
+            now_ms += waited_ms
+        return now_ms
 
 
 class BackwardWalk:

@@ -61,6 +61,7 @@ class DeviceRates:
             process and the system; ``None``: no limit is assumed.
         host_bytes_per_ms: rate of the memory of such a machine, which the copies of all its devices share;
             ``None``: not known.
+        reads_groups: whether ``grouped_mm`` reads the ends of its groups on the host (`reads_values`).
     """
 
     name: str
@@ -75,6 +76,7 @@ class DeviceRates:
     workspace_bytes: int = 0
     host_bytes: int | None = None
     host_bytes_per_ms: float | None = None
+    reads_groups: bool = False
 
     def link_of(self, ranks: int) -> Link | None:
         """Return the link of one of several ranks of a machine, which share the memory of their host.
@@ -127,7 +129,8 @@ def _accelerator(
     """Return a device's rates, of which ``tera`` are in TFLOP/s and TB/s: 10^9 per ms."""
     half, full, attention, memory = (rate * 1e9 for rate in tera)
     return DeviceRates(
-        name, int(gib * GIB), half, full, attention, memory, 0.003, link, fabric, workspace_bytes, *host
+        *(name, int(gib * GIB), half, full, attention, memory, 0.003, link, fabric, workspace_bytes, *host),
+        reads_groups=workspace_bytes < _HOPPER_WORKSPACE,  # PyTorch's kernel is for Hopper and later, too
     )
 
 

@@ -50,7 +50,14 @@ from ...engine.transfer import Stamp, Transfer
 from ...interrupts import uninterrupted
 from ...plan.forward_recorder import ForwardRecorder
 from ...plan.model_structure import ModelStructure, unwrapped
-from ...plan.op_facts import RANDOM_FUNCTIONS, computes, is_collective, is_communication, op_draws
+from ...plan.op_facts import (
+    RANDOM_FUNCTIONS,
+    computes,
+    is_collective,
+    is_communication,
+    op_draws,
+    reads_values,
+)
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ...plan.wrappers import is_compiled
 from ..meter import Meter, StartedMode, runs_its_own_dispatch
@@ -145,6 +152,7 @@ class _Row:
     peak_bytes: int
     communicates: bool
     random: bool
+    reads_values: bool
     visits: list[_Visit] = field(default_factory=list)
     backward_place: int = -1
 
@@ -180,7 +188,7 @@ class OpEventLog:
         self._first_nodes: list[int] = []
         self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
-        self._busy = self._communicates = self._random = self._ended = False
+        self._busy = self._communicates = self._random = self._reads = self._ended = False
         self._first_node = self._first_op = self._visits = self._gradients_before = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
@@ -199,7 +207,7 @@ class OpEventLog:
     def start(self) -> None:
         """Begin to record a forward, or that of the next chunk."""
         self._first_node, self.in_forward = next_node_number(), True
-        self._busy = self._communicates = self._random = False
+        self._busy = self._communicates = self._random = self._reads = False
         self._look()
         self._since = self._clock.stamp()
 
@@ -215,13 +223,14 @@ class OpEventLog:
             self._close(next_node_number())
         self._call = call
 
-    def ran(self, communicates: bool = False, random: bool = False) -> None:
-        """Note that an op has run that computes, with whether it communicates or draws random numbers."""
+    def ran(self, communicates: bool = False, random: bool = False, reads_values: bool = False) -> None:
+        """Note that an op has run that computes, and what else it does, as in `OpEvent`."""
         self._busy = True
         row = self._visited
         if row is None:
             self._communicates |= communicates
             self._random |= random
+            self._reads |= reads_values
         else:
             row.communicates |= communicates
             row.random |= random
@@ -290,6 +299,7 @@ class OpEventLog:
                 backward_place=row.backward_place,
                 communicates=row.communicates,
                 random=row.random,
+                reads_values=row.reads_values,
             )
             for row in self._rows
         ]
@@ -349,12 +359,13 @@ class OpEventLog:
             peak_bytes=self._look(),
             communicates=self._communicates or is_communication(self._call[1]),
             random=self._random or (not self._sees_ops and name in RANDOM_FUNCTIONS),
+            reads_values=self._reads,
         )
         self._rows.append(row)
         self._first_nodes.append(self._first_node)
         self.peak_bytes = max(self.peak_bytes, row.peak_bytes)
         self._first_node, self._first_op, self._since = end_node, self._first_op + num_ops, now
-        self._busy = self._communicates = self._random = False
+        self._busy = self._communicates = self._random = self._reads = False
 
     def _finish_forward(self, end_node: int) -> None:
         """Record forward's last row; if nothing ran in it, add its nodes and uses to the one before."""
@@ -415,6 +426,7 @@ class StepRecorder:
         forwards_before: number of forwards with gradients (micro-batches) before the one that is recorded.
         away_bytes: returns the bytes that ``hold`` has moved to the host for lack of room.
         gradient_bytes: returns the bytes of complete gradients of weights; ``None``: they are not counted.
+        reads_groups: as of `reads_values`; ``None``: as the device does.
         chunks: number of forwards that are recorded as one, on a pipeline's stage with several chunks.
     """
 
@@ -431,6 +443,7 @@ class StepRecorder:
         away_bytes: Callable[[], int] = lambda: 0,
         gradient_bytes: Callable[[], int] | None = None,
         chunks: int = 1,
+        reads_groups: bool | None = None,
     ) -> None:
         self._root, self._structure = unwrapped(model), structure.decoder
         self._meter, self._clock = meter, clock
@@ -453,7 +466,8 @@ class StepRecorder:
         scopes, attention = self._structure.scopes, self._structure.attention
         self._uses = ForwardRecorder(scopes, attention, device, self._log.enters, compiles, inner_tensors)
         self._counts_gradients = gradient_bytes is not None
-        self._watch = None if opaque else OpWatch(self._log, clock, weights_of(self._root))
+        reads = _reads_groups(device) if reads_groups is None else reads_groups
+        self._watch = None if opaque else OpWatch(self._log, clock, reads, weights_of(self._root))
         self._undo: list[Callable[[], None]] = []
         self._inside: ExitStack | None = None
         self._saving: Any = None
@@ -644,15 +658,29 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
     return ()
 
 
+_WITH_KERNEL_OF_GROUPS = (9, 10)
+"""Major compute capabilities for which PyTorch has a kernel of ``grouped_mm`` (``GroupedBlas.cpp``)."""
+
+
+def _reads_groups(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    major, _ = torch.cuda.get_device_capability(device)
+    return major not in _WITH_KERNEL_OF_GROUPS
+
+
 class OpWatch(StartedMode):
     """A dispatch mode that reports each aten op that computes, in forward and in backward.
 
     The log is told of the node that runs it too. Copies of the model's frozen weights are no ops of the step.
     """
 
-    def __init__(self, log: OpEventLog, clock: Clock, weights: FrozenWeights | None = None) -> None:
+    def __init__(
+        self, log: OpEventLog, clock: Clock, reads_groups: bool, weights: FrozenWeights | None = None
+    ) -> None:
         super().__init__()
         self._log, self._clock, self._weights = log, clock, weights
+        self._reads_groups = reads_groups
 
     def __torch_dispatch__(
         self,
@@ -672,6 +700,7 @@ class OpWatch(StartedMode):
         result = func(*args, **kwargs)
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
             return result  # it only computed shapes (`engine.tiled_logits`)
-        self._log.ran(is_collective(func), op_draws(func, args, kwargs))
+        reads = reads_values(func, self._reads_groups)
+        self._log.ran(is_collective(func), op_draws(func, args, kwargs), reads)
         self._clock.ran(func, args, kwargs, result)
         return result

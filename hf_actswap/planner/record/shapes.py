@@ -151,6 +151,7 @@ def _profile(
             compiles=False,
             device=_CPU,
             gradient_bytes=_counter_of_gradients(trained),
+            reads_groups=rates.reads_groups,
         )
         meter.start()
         try:
@@ -328,7 +329,8 @@ def _memory_of(profile: Profile) -> IntArray:
 def _ops_of(op_event: OpEvent) -> tuple[object, ...]:
     uses = op_event.last_order - op_event.first_order
     visited = op_event.backward_place >= 0
-    return op_event.call, uses, op_event.num_ops, visited, op_event.communicates, op_event.random
+    facts = op_event.communicates, op_event.random, op_event.reads_values
+    return op_event.call, uses, op_event.num_ops, visited, *facts
 
 
 def _alike(op_event: OpEvent, other: OpEvent) -> bool:

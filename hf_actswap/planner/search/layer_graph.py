@@ -74,6 +74,7 @@ class LayerGraph:
         backward_order: numbers of op events in the order of backward.
         forward_base_bytes, backward_base_bytes: beyond the segment's least.
         whole: whether the segment can be recomputed as a whole.
+        values_read: numbers of the first and the last op event in which the host reads values; may be empty.
     """
 
     calls: tuple[GraphCall, ...]
@@ -85,11 +86,18 @@ class LayerGraph:
     forward_base_bytes: tuple[int, ...]
     backward_base_bytes: tuple[int, ...]
     whole: bool
+    values_read: tuple[int, ...] = ()
 
     @property
     def shape(self) -> object:
         """All of the graph except times and base bytes; equal for segments of one kind."""
-        return self.calls, self.storages, self.reads, self.backward_order, self.whole
+        return self.calls, self.storages, self.reads, self.backward_order, self.whole, self.values_read
+
+    def before(self, op_event: int) -> tuple[float, float]:
+        """Return the time before an op event in forward, and the share of all bytes made before it."""
+        made_bytes = sum(storage.size_bytes for storage in self.storages if storage.born < op_event)
+        all_bytes = sum(storage.size_bytes for storage in self.storages)
+        return sum(self.forward_ms[:op_event]), made_bytes / max(all_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -252,6 +260,7 @@ class _Builder:
         least_backward = min((backward[place] for place in backward_order), default=0)
         numbers, kept, kept_reads = _useful(self._calls, storages, reads)
         makers = list(self._makers)
+        values_read = [at for at, op_event in enumerate(op_events) if op_event.reads_values]
         graph = LayerGraph(
             tuple(self._calls[number] for number in numbers),
             kept,
@@ -262,6 +271,7 @@ class _Builder:
             tuple(size - least_forward for size in forward),
             tuple(max(size - least_backward, 0) for size in backward),
             self._can_be_whole(),
+            tuple(dict.fromkeys((*values_read[:1], *values_read[-1:]))),
         )
         chosen = tuple(makers[number] for number in numbers)
         return Segment(self._layer, graph, chosen, least_forward, least_backward)

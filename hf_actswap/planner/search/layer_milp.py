@@ -3,8 +3,10 @@
 Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes in MiB):
 
 * K(l), the bytes kept by segments before l: K(l+1) = K(l) + kept.
-* B(l), the link's backlog of copies out when l starts: B(l+1) >= B(l) + out - forward, and at least what l's
-  own last copies leave. Compute waits for what is left at the end of forward.
+* B(l), the link's backlog of copies out when l starts: B(l+1) >= B(l) + out - forward - S(l), and at least
+  what l's own last copies leave. Compute waits for what is left at the end of forward.
+* S(l), what l waits for where the host reads values (`OpEvent.reads_values`): S(l) >= B(l) + what it has
+  sent by then - its time until then.
 * N(l), the link's lead of copies back when backward reaches l: N(l) >= N(l-1) + in - backward -
   recomputation, and at least what l's own first reads need. Compute waits for the lead that is needed before
   backward begins.
@@ -150,7 +152,9 @@ class _Program:
         self._lead = self._backlog + count + 1
         self._device = self._lead + count + 1
         self._others = [self._device + 1] if limits.waiting or limits.resident else []
-        self._width = self._device + 1 + len(self._others)
+        self._stall = self._device + 1 + len(self._others)
+        self._reading = [place for place, segment in enumerate(segments) if segment.graph.values_read]
+        self._width = self._stall + len(self._reading)
         self._rows: list[dict[int, float]] = []
         self._low: list[float] = []
         self._high: list[float] = []
@@ -225,7 +229,14 @@ class _Program:
         keeps = self._each(place, lambda option: -option.kept_bytes / MIB)
         self._row({kept + 1: 1.0, kept: -1.0, **keeps}, 0.0, 0.0)
         out = self._each(place, lambda option: -option.out_ms)
-        self._row({backlog + 1: 1.0, backlog: -1.0, **out}, -sum(graph.forward_ms), np.inf)
+        stall: dict[int, float] = {}
+        if place in self._reading:  # a read waits for all copies that have begun
+            column = self._stall + self._reading.index(place)
+            stall = {column: 1.0}
+            for read_ms, share in map(graph.before, graph.values_read):
+                begun = {chosen: share * ms for chosen, ms in out.items()}
+                self._row({**stall, backlog: -1.0, **begun}, -read_ms, np.inf)
+        self._row({backlog + 1: 1.0, backlog: -1.0, **out, **stall}, -sum(graph.forward_ms), np.inf)
         self._row({backlog + 1: 1.0, **self._each(place, lambda option: -option.backlog_ms)}, 0.0, np.inf)
         back = self._each(place, lambda option: option.extra_ms - option.in_ms)
         backward_ms = sum(graph.backward_ms[place] for place in graph.backward_order)
@@ -327,6 +338,7 @@ class _Program:
             for option in itertools.chain(*self._options)
         ]
         times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
+        times[self._stall :] = 1.0
         return times
 
 

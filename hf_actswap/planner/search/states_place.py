@@ -20,9 +20,10 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ...errors import PlanError
+from ...plan.actions import Scope
 from ..budget import BudgetError
 from ..cost.simulate import outside
-from ..profile import Prediction, Profile
+from ..profile import OpEvent, Prediction, Profile
 from ..states.optimizer_states import part_bytes
 
 WORTH = 0.01
@@ -41,11 +42,13 @@ class WholeStep:
         ms: the time of all of them and of the optimizer.
         resident_bytes: bytes of the optimizer's states that leave in the first forward and come back in the
             last backward; ``None``: as `OptimizerStates` does by default, or all stay.
+        peak_bytes: the most device memory in use, with these states.
     """
 
     micro_batch: Prediction
     ms: float
     resident_bytes: int | None = None
+    peak_bytes: int = 0
 
 
 def whole_step(
@@ -56,7 +59,8 @@ def whole_step(
     ``states_moved``: the optimizer's states are on the host meanwhile, and come and go in its step.
     """
     once_ms, _ = outside(profile, profile.link, states_moved)
-    return WholeStep(micro_batch, micro_batches * (micro_batch.step_ms - once_ms) + once_ms)
+    ms = micro_batches * (micro_batch.step_ms - once_ms) + once_ms
+    return WholeStep(micro_batch, ms, peak_bytes=micro_batch.peak_bytes)
 
 
 def with_states_in_passing(
@@ -73,16 +77,36 @@ def with_states_in_passing(
     once_ms, _ = outside(profile, link, True)
     resident = _resident_bytes(profile, micro_batch, limit_bytes)
     moved_bytes = resident + micro_batch.swapped_bytes
-    forward_ms = micro_batch.forward_end_ms
-    backward_ms = micro_batch.step_ms - once_ms - forward_ms
+    backward_ms = micro_batch.step_ms - once_ms - micro_batch.forward_end_ms
     both_ways = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
     waits_bytes = states - resident
     if waits_bytes:  # the first bucket leaves before others come: the states of the largest weight
         waits_bytes += max(part_bytes(resident), int(_share_of_the_largest(profile) * states))
     step_ms = max(profile.outside_ms, waits_bytes / both_ways)
-    leave_ms = max(moved_bytes / link.out_bytes_per_ms - forward_ms, 0.0)
+    hidden_ms = _hides_ms(profile) + micro_batch.forward_stall_ms
+    leave_ms = max(moved_bytes / link.out_bytes_per_ms - hidden_ms, 0.0)
     return_ms = max(moved_bytes / link.in_bytes_per_ms - backward_ms, 0.0)
-    return WholeStep(micro_batch, step.ms - once_ms + step_ms + leave_ms + return_ms, resident)
+    in_step = profile.outside_base_bytes - states + resident
+    beside = (used_bytes + round(share * resident) for share, used_bytes in _shares(micro_batch))
+    ms = step.ms - once_ms + step_ms + leave_ms + return_ms
+    return WholeStep(micro_batch, ms, resident, max(micro_batch.peak_bytes, in_step, *beside))
+
+
+def _hides_ms(profile: Profile) -> float:
+    """Return the time in forward behind which states leave: until the last layer starts.
+
+    In a layer that reads values on the host nothing leaves after the first of these, which waits for all that
+    has begun to leave.
+    """
+    by_layer: dict[Scope | None, list[OpEvent]] = {}
+    for op_event in profile.op_events:
+        by_layer.setdefault(op_event.call[0], []).append(op_event)
+    found_ms = 0.0
+    for layer in range(profile.num_layers - 1):
+        ops = by_layer.get(layer, [])
+        reads = [place for place, op_event in enumerate(ops) if op_event.reads_values]
+        found_ms += sum(op_event.forward_ms for op_event in (ops[: reads[0]] if reads else ops))
+    return found_ms
 
 
 def _share_of_the_largest(profile: Profile) -> float:

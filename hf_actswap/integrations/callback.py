@@ -213,8 +213,9 @@ _OWNED_WEIGHTS = Problem(
 
 _SHOWN = ("actswap_stall_ms",)
 """The statistics of a step in the log, beside peak and saving; ``log: full`` has all."""
-_SAID_SHARE = 0.001
-"""Of what is swapped: less than that staying on the device (a scalar of the loss) is not worth a warning."""
+_SAID_SHARE = 0.01
+"""Of what is swapped: less than that staying on the device is not worth a warning. The planner's plans leave
+the small tensors of an op whose large ones they swap."""
 
 _IGNORED = "%s is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (

@@ -194,6 +194,10 @@ def test_small_tensors_stay() -> None:
     sizes = {copy.size_bytes for copy in swapped_copies(profile.saved, found.plan)}
     assert sizes
     assert min(sizes) > unit
+    large = [storage for storage in profile.saved.storages if storage.size_bytes > unit]
+    makers = {use.producer[:2] for storage in large for use in storage.uses}
+    swapped = {(row.scope, row.op_path) for row in found.plan.rows if row.fate == "swap"}
+    assert swapped <= makers, "nothing else is named"
 
 
 def test_what_is_written_by_hand_stays_and_is_not_decided_again() -> None:

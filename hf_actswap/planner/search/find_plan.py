@@ -77,11 +77,8 @@ def plan_of(
 def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Windows]]) -> list[PlanRow]:
     rows: list[PlanRow] = []
     by_path: dict[tuple[Scope, str], list[tuple[OpCall, str, bool]]] = {}
-    large = segment.graph.makers_of_large
-    for number, (call, maker) in enumerate(zip(segment.graph.calls, segment.makers, strict=True)):
+    for call, maker, fate in zip(segment.graph.calls, segment.makers, option.fates, strict=True):
         scope, path, _ = maker
-        fate = option.fates[number]
-        fate = KEEP if fate == SWAP and number not in large else fate
         free = len(call.fates) > 1
         if scope is not None and (not option.whole or call.from_before):
             by_path.setdefault((scope, path), []).append((maker, fate, free))

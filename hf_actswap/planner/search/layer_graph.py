@@ -93,13 +93,6 @@ class LayerGraph:
         """All of the graph except times and base bytes; equal for segments of one kind."""
         return self.calls, self.storages, self.reads, self.backward_order, self.whole, self.values_read
 
-    @property
-    def makers_of_large(self) -> frozenset[int]:
-        """Numbers of the calls that make a storage which a swap moves."""
-        of_saved = {maker for storage in self.storages if storage.moves for _, maker in storage.saved}
-        of_read = {maker for pairs in self.reads for number, maker in pairs if self.storages[number].moves}
-        return frozenset(of_saved | of_read)
-
     def before(self, op_event: int) -> tuple[float, float]:
         """Return the time before an op event in forward, and the share of all bytes made before it."""
         made_bytes = sum(storage.size_bytes for storage in self.storages if storage.born < op_event)

@@ -33,7 +33,7 @@ class Ended:
     Args:
         values: the losses, and the gradients of the last step; empty: it did not get there.
         error: what ended it; ``None``: nothing did.
-        most_bytes: the most that the allocator held.
+        most_bytes: the most that the allocator held, beyond what it held before.
     """
 
     values: tuple[torch.Tensor, ...]
@@ -43,7 +43,7 @@ class Ended:
 
 def trained(mode: str | None) -> Ended:
     """Train a Llama with a wide feed-forward for some steps."""
-    give_back()
+    before_bytes = held_bytes()
     torch.cuda.reset_peak_memory_stats()
     values, error = (), None
     try:
@@ -51,9 +51,15 @@ def trained(mode: str | None) -> Ended:
     except (RuntimeError, ValueError) as found:
         error = found.with_traceback(None)  # its frames hold tensors
         error.__context__ = error.__cause__ = None
-    most_bytes = torch.cuda.max_memory_reserved()
+    most_bytes = torch.cuda.max_memory_reserved() - before_bytes
     give_back()
     return Ended(values, error, most_bytes)
+
+
+def held_bytes() -> int:
+    """Return what the allocator must hold now, for other tests of this process."""
+    give_back()
+    return torch.cuda.memory_reserved()
 
 
 def _values(mode: str | None) -> Iterator[torch.Tensor]:
@@ -77,9 +83,9 @@ def _values(mode: str | None) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def at_most(limit_bytes: float) -> Iterator[None]:
-    """Let the allocator hold no more than ``limit_bytes``."""
+    """Let the allocator hold no more than ``limit_bytes`` beyond what it holds before."""
     _, total_bytes = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    torch.cuda.set_per_process_memory_fraction((held_bytes() + limit_bytes) / total_bytes)
     try:
         yield
     finally:

@@ -193,6 +193,11 @@ class PlanRow:
     parameters: _Parameters = field(default_factory=dict, hash=False)
 
 
+def whole_layers_again(num_layers: int) -> tuple[PlanRow, ...]:
+    """Return the rows that recompute each decoder layer as a whole: gradient checkpointing."""
+    return tuple(PlanRow(layer, "", "recompute") for layer in range(num_layers))
+
+
 @dataclass(frozen=True)
 class Tile:
     """A part of the model that runs over tiles of the tokens, one after the other.

@@ -198,9 +198,8 @@ class SearchPhase:
 
     def _tries_whole_layers(self, trial: Trial) -> bool:
         """Begin the trial of recomputing whole layers, if that should be faster than ``trial`` was."""
-        whole = whole_layers(self.task)
-        tried = {one.plan.rows for one in self.trials}
-        if whole is None or whole.plan.rows in tried or len(trial.steps) < STEPS_PER_TRIAL:
+        whole = whole_layers(self.task) if len(trial.steps) >= STEPS_PER_TRIAL else None
+        if whole is None or whole.plan.rows in {one.plan.rows for one in self.trials}:
             return False
         last = trial.steps[-1]
         least_ms = whole_step(self.task.profile, whole.prediction, last.micro_batches).ms

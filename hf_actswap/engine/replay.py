@@ -15,7 +15,8 @@ Beside autocast and random numbers, a program may change between a forward and i
   parameters are trained. And what a forward counts or collects in them must not be counted twice.
 * **Buffers**, of the piece and of the model around it. A forward may write them (running statistics): run
   again, it must read the old values, and what it writes then is dropped.
-* **Random numbers** of NumPy and of Python, and of generators that a module holds or that its functions get.
+* **Random numbers** of NumPy and of Python, and of generators that a module holds, that are globals beside
+  its forward, or that its functions get in its first call.
 
 All of these are restored for the time of the run, so that it is exact; what is written since and cannot be
 restored (weights) is an error.
@@ -29,6 +30,7 @@ one past it.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -48,7 +50,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
 from ..plan.dry_run import put_back
-from ..plan.generators import GeneratorState, default_states, held_generators, state_of
+from ..plan.generators import GeneratorState, default_states, held_generators, is_generator, state_of
 from ..plan.opnames import function_name
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
@@ -311,6 +313,7 @@ class ModuleFacts:
                     self._containers.append((own, name))
                 elif isinstance(value, torch.Tensor):
                     self._tensors.append((own, name))
+        self._sources += _global_generators({type(module) for module in self.modules})
 
     def begin_call(self) -> bool:
         """Return whether this is the first call with these modules inside, in their modes (`training`)."""
@@ -357,6 +360,13 @@ class ModuleFacts:
         for place, name in around if first else self.outside.values():
             if isinstance(tensor := place.get(name), torch.Tensor):
                 yield place, name, tensor, tensor._version, tensor.detach().clone()
+
+
+def _global_generators(classes: Iterable[type[nn.Module]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where generators are among the globals of the files of forwards; a later call may use them first."""
+    found = (getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in classes)
+    for names in {id(names): names for names in found}.values():
+        yield from ((names, name) for name, value in names.items() if is_generator(value))
 
 
 def buffers_of(root: nn.Module) -> list[dict[str, Any]]:

@@ -17,11 +17,16 @@ _CONTAINERS = (list, tuple, set, Mapping)
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` generates random numbers from a state that can be read and set."""
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+
+
 def held_generators(value: Any) -> Iterator[Any]:
     """Yield ``value``, or what a list, tuple, set or dict holds, as far as it generates random numbers."""
     held = value.values() if isinstance(value, Mapping) else value
     for one in held if isinstance(value, _CONTAINERS) else (value,):
-        if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):  # which has no state
+        if is_generator(one):
             yield one
 
 

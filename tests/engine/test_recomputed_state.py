@@ -121,6 +121,11 @@ class Around(nn.Module):
         late = torch.rand(y.shape, generator=self.own, dtype=y.dtype) if self.calls > 1 else 1
         return y.sigmoid() * y * late
 
+    def _global_from_the_second_call(self, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        late = torch.rand(y.shape, generator=GENERATOR, dtype=y.dtype) if self.calls > 1 else 1
+        return y.sigmoid() * y * late
+
     def _new_in_each_step(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * torch.rand(y.shape, generator=self.of_step, dtype=y.dtype)
 
@@ -313,6 +318,24 @@ def test_weights_that_forward_alone_was_given(plan: dict[str, Any]) -> None:
     found = with_other_weights(plan)
     assert len(found) > 10
     assert_same(found, with_other_weights(None))
+
+
+def with_late_noise(plan: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Gradients of steps with unchanged modules, of which the later ones draw from a global generator."""
+    GENERATOR.manual_seed(0)
+    model = with_mlps_around("global_from_the_second_call")
+    if plan is not None:
+        apply(model, plan)
+    for step in range(3):
+        ids = torch.arange(48).reshape(2, 24) + step
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return [*gradients, torch.rand(1, generator=GENERATOR)]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_a_global_generator_that_no_first_call_used(plan: dict[str, Any]) -> None:
+    assert_same(with_late_noise(plan), with_late_noise(None))
 
 
 def with_norms(plan: dict[str, Any] | None, in_evaluation: int, steps: int) -> list[torch.Tensor]:

@@ -274,6 +274,7 @@ class ModuleFacts:
 
     Attributes:
         modules: the module, and those inside it.
+        parametrizing: those of them that are PEFT's wrappers of a weight (`_set_to_themselves`).
         hooks: the dicts of the hooks around their forwards, and of those of all modules.
         places: the dicts in which each of them keeps attributes, weights, buffers and modules.
         written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
@@ -288,6 +289,7 @@ class ModuleFacts:
     def __init__(self, module: nn.Module, around: Sequence[dict[str, Any]]) -> None:
         self._module, self._around = module, around
         self.modules: tuple[nn.Module, ...] = ()  # the first call looks
+        self.parametrizing: list[Any] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.written: set[tuple[int, str]] = set()
@@ -296,6 +298,7 @@ class ModuleFacts:
 
     def _look(self) -> None:
         self.modules = tuple(self._module.modules())
+        self.parametrizing = [module for module in self.modules if _parametrizes(type(module))]
         self._children = [dict(module._modules) for module in self.modules]
         self.hooks: list[dict[int, Any]] = list(_HOOKS_OF_ALL)
         self.places: list[dict[str, Any]] = []
@@ -412,7 +415,7 @@ class CalledModule:
     def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
         self.name, self._facts, self._first = name, facts, facts.begin_call()
         self._modules = modules = facts.modules
-        own = _set_to_themselves(modules)
+        own = _set_to_themselves(facts.parametrizing)
         held: list[torch.Tensor] = [
             weight
             for module in modules
@@ -432,7 +435,7 @@ class CalledModule:
                 caches += _places_in(value)
         self._versions = [tensor._version for tensor in held]
         self._caches_before = [(place, place.copy()) for place in caches]
-        self._places, self._items = facts.places, [dict(place.items()) for place in facts.places]
+        self._places, self._items = facts.places, [_copy_of(place) for place in facts.places]
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
         self._others = list(facts.others(self._first)) if self._first or facts.outside else []
@@ -559,11 +562,16 @@ def _filled(hooks: Iterable[dict[int, Any]]) -> list[tuple[dict[int, Any], dict[
     return [(own, own.copy()) for own in hooks if own]
 
 
+def _copy_of(place: dict[str, Any]) -> dict[str, Any]:
+    # DeepSpeed's dict of a module's weights copies itself with other arguments, and gathers what it is asked for.
+    return place.copy() if type(place) is dict else dict(place.items())
+
+
 def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
     """Give a dict of a module the very values that it had; ``undo`` gives it the present ones."""
     if _same_items(place, before):
         return
-    now = dict(place.items())
+    now = _copy_of(place)
     changed = [
         name
         for name in (before if before.keys() == now.keys() else before | now)
@@ -598,20 +606,22 @@ def _same_default_states(before: Sequence[GeneratorState]) -> bool:
     return python == python_now and one[2] == now[2] and bool((one[1] == now[1]).all())
 
 
-def _set_to_themselves(modules: Iterable[nn.Module]) -> set[int]:
+def _set_to_themselves(wrappers: Iterable[Any]) -> set[int]:
     """Return the ids of frozen weights whose versions grow in each call, though no value changes.
 
     With ``LoraConfig(target_parameters=...)`` PEFT wraps the weights of experts. For the time of a call the
     wrapper puts a parametrization on its weight, and PyTorch sets the weight to itself then, in place.
     """
     found: set[int] = set()
-    for module in modules:
-        if hasattr(type(module), "get_param") and hasattr(type(module), "get_base_layer"):
-            wrapper: Any = module
-            weight = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
-            if weight is not None and not weight.requires_grad:
-                found.add(id(weight))
+    for wrapper in wrappers:
+        weight = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
+        if weight is not None and not weight.requires_grad:
+            found.add(id(weight))
     return found
+
+
+def _parametrizes(kind: type[nn.Module]) -> bool:
+    return hasattr(kind, "get_param") and hasattr(kind, "get_base_layer")
 
 
 class _RejectingReads(TorchFunctionMode):

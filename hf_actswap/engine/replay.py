@@ -276,7 +276,7 @@ class ModuleFacts:
         modules: the module, and those inside it.
         parametrizing: those of them that are PEFT's wrappers of a weight (`_set_to_themselves`).
         hooks: the dicts of the hooks around their forwards, and of those of all modules.
-        places: the dicts in which each of them keeps attributes, weights, buffers and modules.
+        layout: what each of them holds: attributes, weights, buffers and modules.
         written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
             the place, name).
         outside: the buffers outside of the module that a call has written, by (id of the place, name).
@@ -290,6 +290,8 @@ class ModuleFacts:
         self._module, self._around = module, around
         self.modules: tuple[nn.Module, ...] = ()  # the first call looks
         self.parametrizing: list[Any] = []
+        self.layout = _Layout(())
+        self.held: list[Any] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.written: set[tuple[int, str]] = set()
@@ -301,14 +303,15 @@ class ModuleFacts:
         self.parametrizing = [module for module in self.modules if _parametrizes(type(module))]
         self._children = [dict(module._modules) for module in self.modules]
         self.hooks: list[dict[int, Any]] = list(_HOOKS_OF_ALL)
-        self.places: list[dict[str, Any]] = []
+        places: list[dict[str, Any]] = []
         self._sources: list[tuple[dict[str, Any], str]] = []
         self._containers: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
         for module in self.modules:
             own = vars(module)
-            self.places += (own, module._parameters, module._buffers, module._modules)
+            places += (own, module._parameters, module._buffers, module._modules)
             self.hooks += [own[name] for name in _HOOKS]
+            self._tensors += [(module._buffers, name) for name in module._buffers]
             for name, value in own.items():
                 if any(True for _ in held_generators(value)):
                     self._sources.append((own, name))
@@ -317,15 +320,24 @@ class ModuleFacts:
                 elif isinstance(value, torch.Tensor):
                     self._tensors.append((own, name))
         self._sources += _global_generators({type(module) for module in self.modules})
+        self.layout = _Layout(places)
 
     def begin_call(self) -> bool:
-        """Return whether this is the first call with these modules inside, in their modes (`training`)."""
+        """Return whether this is the first call with these modules inside, in their modes (`training`).
+
+        ``held`` has afterwards what the modules hold.
+        """
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
             self._modes.clear()
         first = self._training() not in self._modes
         if first:  # since the call before, attributes may have come
             self._look()
             self._modes.add(self._training())
+        held = self.layout.held()
+        if held is None:  # names came or went
+            self._look()
+            held = self.layout.held()
+        self.held = held or []
         return first
 
     def _training(self) -> tuple[bool, ...]:
@@ -348,10 +360,6 @@ class ModuleFacts:
 
     def tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield what a call may write in place: buffers, tensors among attributes; with place and name."""
-        for module in self.modules:
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    yield module._buffers, name, tensor
         for own, name in self._tensors:
             if isinstance(tensor := own.get(name), torch.Tensor):
                 yield own, name, tensor
@@ -366,7 +374,7 @@ class ModuleFacts:
 
 
 def _global_generators(classes: Iterable[type[nn.Module]]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where generators are among the globals of the files of forwards; a later call may use them first."""
+    """Yield where the globals of forwards' files are generators: a later call may be the first to use one."""
     found = (getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in classes)
     for names in {id(names): names for names in found}.values():
         yield from ((names, name) for name, value in names.items() if is_generator(value))
@@ -407,7 +415,7 @@ class CalledModule:
 
     __slots__ = (
         *("_caches_before", "_containers", "_facts", "_first", "_generators", "_held", "_hooks"),
-        *("_hooks_before", "_host", "_items", "_modules", "_others", "_places", "_tensors", "_trained"),
+        *("_hooks_before", "_host", "_layout", "_modules", "_others", "_tensors", "_trained", "_values"),
         "_versions",
         "name",
     )
@@ -435,7 +443,7 @@ class CalledModule:
                 caches += _places_in(value)
         self._versions = [tensor._version for tensor in held]
         self._caches_before = [(place, place.copy()) for place in caches]
-        self._places, self._items = facts.places, [_copy_of(place) for place in facts.places]
+        self._layout, self._values = facts.layout, facts.held
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
         self._others = list(facts.others(self._first)) if self._first or facts.outside else []
@@ -527,9 +535,7 @@ class CalledModule:
             if weight.requires_grad != trained:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
-        for place, items in zip(self._places, self._items, strict=True):
-            if place or items:  # most are empty
-                _restore_items(place, items, undo)
+        self._layout.restore(self._values, undo)
         for place, items in self._containers:
             if not _same_items(place, items):
                 undo.callback(put_back, place, place.copy())
@@ -562,19 +568,54 @@ def _filled(hooks: Iterable[dict[int, Any]]) -> list[tuple[dict[int, Any], dict[
     return [(own, own.copy()) for own in hooks if own]
 
 
-def _copy_of(place: dict[str, Any]) -> dict[str, Any]:
-    # DeepSpeed's dict of a module's weights copies itself with other arguments, and gathers what it is asked for.
-    return place.copy() if type(place) is dict else dict(place.items())
+class _Layout:
+    """Where modules hold what their calls read: in which dicts, under which names of the program's own.
+
+    A call notes the values as one flat list, and its run in backward compares them in one go: hundreds of
+    small dicts, copied for each call, would take the host longer than many a layer.
+    """
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        named = [(place, name) for place in places for name in dict.keys(place)]
+        named = [(place, name) for place, name in named if name not in _OF_EVERY_MODULE]
+        self._places, self._sizes = places, list(map(len, places))
+        self._of, self._names = [place for place, _ in named], [name for _, name in named]
+
+    def held(self) -> list[Any] | None:
+        """Return the values under all names; ``None``: there are other names now."""
+        if list(map(len, self._places)) != self._sizes:
+            return None
+        try:
+            # Not as DeepSpeed's dict of a module's weights does it, which gathers what it is asked for.
+            return list(map(dict.__getitem__, self._of, self._names))
+        except KeyError:
+            return None
+
+    def restore(self, held: Sequence[Any], undo: ExitStack) -> None:
+        """Give the modules the very values that they had; ``undo`` gives them the present ones."""
+        now = self.held()
+        if now is not None and all(map(operator.is_, now, held)):
+            return
+        before: dict[int, dict[str, Any]] = {id(place): {} for place in self._places}
+        for place, name, value in zip(self._of, self._names, held, strict=True):
+            before[id(place)][name] = value
+        differing = self._places if now is None else _differing(self._of, now, held)
+        for place in differing:
+            _restore_items(place, before[id(place)], undo)
+
+
+def _differing(
+    places: Sequence[dict[str, Any]], now: Sequence[Any], before: Sequence[Any]
+) -> Iterable[dict[str, Any]]:
+    found = (place for place, one, other in zip(places, now, before, strict=True) if one is not other)
+    return {id(place): place for place in found}.values()
 
 
 def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
-    """Give a dict of a module the very values that it had; ``undo`` gives it the present ones."""
-    if _same_items(place, before):
-        return
-    now = _copy_of(place)
+    now = dict(dict.items(place))
     changed = [
         name
-        for name in (before if before.keys() == now.keys() else before | now)
+        for name in before | now
         if before.get(name, _ABSENT) is not now.get(name, _ABSENT)
         and _is_programs_own(name, before.get(name))
         and _is_programs_own(name, now.get(name))

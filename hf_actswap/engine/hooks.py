@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
@@ -245,6 +246,15 @@ class CallGuard:
 
     def release(self) -> None:
         self.thread = None
+
+
+_LEFT_BEHIND = Problem(
+    "model",
+    "an output of real tensors",
+    "a fake tensor: code of the model keeps a tensor of its first call, which ran without data to record the "
+    "operators, where it cannot be taken back",
+    "Call the model once before the plan is applied, so that its code keeps a real one.",
+)
 
 
 def _reject_offloaded_weights(root: nn.Module) -> None:
@@ -701,6 +711,7 @@ class FirstStep:
         self._compiled = {
             layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
         }
+        self._is_fake = _is_fake(root.parameters())
         self._backward_ran, self._waits = False, _STEPS_WITHOUT_A_LAYER
         self._received_gradients: set[Scope] = set()
 
@@ -734,10 +745,16 @@ class FirstStep:
             self._judge(plan, measures)
 
     def forward_ends(self, output: Any) -> None:
-        """Note that a forward has returned ``output``, and listen for its backward."""
+        """Note that a forward has returned ``output``, and listen for its backward.
+
+        Raises:
+            PlanError: a forward on real tensors has returned a fake one.
+        """
         if self.entered is None or self._backward_ran:
             return
         for leaf in tree_leaves(output):
+            if isinstance(leaf, FakeTensor) and not self._is_fake and active_fake_mode() is None:
+                raise PlanError([_LEFT_BEHIND])
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._backward_runs)
 

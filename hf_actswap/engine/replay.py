@@ -49,9 +49,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
-from ..plan.dry_run import put_back
 from ..plan.generators import GeneratorState, default_states, held_generators, is_generator, state_of
 from ..plan.opnames import function_name
+from ..plan.program_state import put_back
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
 from .tickets import StaleTensorError

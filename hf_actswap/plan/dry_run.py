@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -37,14 +36,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import uninterrupted
 from .generators import default_states, held_generators, state_of
 from .opnames import EXPERTS_MODULE
+from .program_state import MAPPINGS, SEQUENCES, is_programs_own, program_unchanged, put_back
 from .wrappers import named_op_modules
 
 PART_OF_THE_MODEL = "part_of_the_model"
 """Attribute of hooks that stay on in a dry run, because a patched model does not compute without them. Their
 state, and that of the objects with this attribute that they share, belongs to the model's."""
-
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, deque)
 
 
 def is_part_of_the_model(hook: Any) -> bool:  # or a method of an object that is
@@ -54,6 +51,8 @@ def is_part_of_the_model(hook: Any) -> bool:  # or a method of an object that is
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore at the end the attributes of all modules, the containers in them, and the configurations.
+
+    What is outside of modules too, as far as `program_state` says.
 
     So is the state of hooks that are a part of the model: what they have set in modules must agree with it.
     Containers (dicts, lists, sets) stay the same objects. Of tensors and other objects only the references
@@ -65,7 +64,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     own = (one for _, contents in before for held in _values(contents) for one in held_generators(held))
     states = [*default_states(), *map(state_of, own)]
     try:
-        yield
+        with program_unchanged(model):
+            yield
     finally:
         for put, state in states:
             put(state)
@@ -80,14 +80,14 @@ def _places(model: nn.Module) -> Iterator[Any]:
     while waiting:
         value = waiting.pop()
         kind = type(value)
-        if kind in _MAPPINGS:
+        if kind in MAPPINGS:
             held: Iterable[Any] = value.values()
-        elif kind in _SEQUENCES or kind in (tuple, set):
+        elif kind in SEQUENCES or kind in (tuple, set):
             held = value
         elif kind is MethodType:  # a hook of an object with state
             waiting.append(value.__self__)
             continue
-        elif isinstance(value, nn.Module) or _is_configuration(kind) or hasattr(kind, PART_OF_THE_MODEL):
+        elif isinstance(value, nn.Module) or _is_restored(value):
             value = vars(value)
             held = value.values()
         else:
@@ -104,25 +104,13 @@ def _values(contents: Any) -> Iterable[Any]:
     return contents.values() if isinstance(contents, dict) else contents
 
 
-def _is_configuration(kind: type) -> bool:  # of transformers, which this package does not import
-    return isinstance(getattr(kind, "model_type", None), str)
-
-
-def put_back(place: Any, before: Any) -> None:
-    """Give a dict, list or set the items of ``before``, if they are others now. Items count by identity."""
-    if isinstance(place, dict):
-        if list(place) != list(before):
-            place.clear()
-            place.update(before)
-        elif any(place[name] is not value for name, value in before.items()):
-            place.update(before)
-    elif isinstance(place, set):
-        if place != before:
-            place.clear()
-            place.update(before)
-    elif len(place) != len(before) or any(now is not value for now, value in zip(place, before, strict=True)):
-        place.clear()
-        place.extend(before)
+def _is_restored(value: Any) -> bool:
+    """Whether an object's attributes are restored: a configuration of transformers, the program's own."""
+    kind = type(value)
+    configuration = isinstance(getattr(kind, "model_type", None), str)
+    if configuration or hasattr(kind, PART_OF_THE_MODEL):
+        return True
+    return type(getattr(value, "__dict__", None)) is dict and is_programs_own(kind.__module__)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -231,11 +219,20 @@ class _FakeTensors(FakeTensorMode):
                 with self:
                     dtype = torch.long if weights is None else weights.dtype
                     return torch.empty(count, dtype=dtype, device=given["self"].device)
+        if func._schema.is_mutable and any(_is_real(arg) for arg in args):
+            # Else PyTorch's `add_` and `sub_` of a number write into a real tensor.
+            args = tuple([self._own_fake(arg) if _is_real(arg) else arg for arg in args])
         found: Any = super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
         # Encoders and decoders of transformers up to 5.17 compare such a number with `layerdrop`.
         if func is torch.ops.aten.rand.default and not args[0]:
             found.constant = torch.full((), 0.5)
         return found
+
+    def _own_fake(self, tensor: torch.Tensor) -> FakeTensor:
+        fake: FakeTensor = self.fake_tensor_converter.from_real_tensor(self, tensor)
+        if self._real_as is not None:
+            fake.fake_device = self._real_as
+        return fake
 
     def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:
         """Append the description of an op's arguments (private to PyTorch; the same on 2.11 and 2.13)."""
@@ -251,6 +248,10 @@ class _FakeTensors(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, (arg,), *state)
         return None
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def _is_described(fake: FakeTensor) -> bool:

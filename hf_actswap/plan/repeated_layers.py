@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .actions import OpCall, Scope, Tile
-from .dry_run import put_back
+from .program_state import put_back
 from .record import SavedStorage, Use
 
 _LEAD = 2

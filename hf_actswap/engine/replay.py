@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
@@ -266,6 +267,7 @@ _HOOKS_OF_ALL = tuple(
 _MOST_ITEMS = 256
 """A longer container among the attributes of a module is data, and not what a call sets."""
 
+_CONTAINERS = (list, dict, set, deque)
 _ABSENT = object()
 
 
@@ -305,7 +307,7 @@ class ModuleFacts:
         self.hooks: list[dict[int, Any]] = list(_HOOKS_OF_ALL)
         places: list[dict[str, Any]] = []
         self._sources: list[tuple[dict[str, Any], str]] = []
-        self._containers: list[tuple[dict[str, Any], str]] = []
+        self._containers: list[tuple[dict[str, Any], str, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
         for module in self.modules:
             own = vars(module)
@@ -315,8 +317,8 @@ class ModuleFacts:
             for name, value in own.items():
                 if any(True for _ in held_generators(value)):
                     self._sources.append((own, name))
-                if name not in _OF_EVERY_MODULE and isinstance(value, list | dict):
-                    self._containers.append((own, name))
+                if name not in _OF_EVERY_MODULE and isinstance(value, _CONTAINERS):
+                    self._containers.append((own, name, any(_items_in(value))))
                 elif isinstance(value, torch.Tensor):
                     self._tensors.append((own, name))
         self._sources += _global_generators({type(module) for module in self.modules})
@@ -344,11 +346,13 @@ class ModuleFacts:
         return tuple([module.training for module in self.modules])
 
     def containers(self) -> Iterator[Any]:
-        """Yield the lists and dicts among the attributes, but those that are data."""
-        for own, name in self._containers:
+        """Yield the lists, dicts and sets among the attributes, and in them, but those that are data."""
+        for own, name, nests in self._containers:
             found = own.get(name)
-            if isinstance(found, list | dict) and len(found) <= _MOST_ITEMS:
+            if isinstance(found, _CONTAINERS) and len(found) <= _MOST_ITEMS:
                 yield found
+                if nests:
+                    yield from _items_in(found)
 
     def held_generators(self) -> Iterator[Any]:
         """Yield the generators that functions were given, and those among the attributes."""
@@ -371,6 +375,14 @@ class ModuleFacts:
         for place, name in around if first else self.outside.values():
             if isinstance(tensor := place.get(name), torch.Tensor):
                 yield place, name, tensor, tensor._version, tensor.detach().clone()
+
+
+def _items_in(container: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the containers in a container, and in those to this depth; none that is data."""
+    for item in container.values() if isinstance(container, dict) else container:
+        if isinstance(item, _CONTAINERS) and len(item) <= _MOST_ITEMS:
+            yield item
+            yield from _items_in(item, depth - 1) if depth > 1 else ()
 
 
 def _global_generators(classes: Iterable[type[nn.Module]]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,9 @@ class Around(nn.Module):
         super().__init__()
         self.inner = inner
         self.calls, self.seen, self.factor, self.kind = 0, [], 1.0, ""
+        self.last: deque[float] = deque(maxlen=2)
+        self.known: set[int] = set()
+        self.counts = {"inner": [{"n": 0}]}
         self.function, self.weight, self.total = torch.tanh, torch.ones(width), torch.zeros(())
         self.part, self.steered = nn.Tanh(), nn.Identity()
         self.sources = (np.random.default_rng(0), random.Random(0))
@@ -72,6 +76,18 @@ class Around(nn.Module):
     def _list(self, y: torch.Tensor) -> torch.Tensor:
         self.seen.append(float(y.detach().sum()))
         return y.sigmoid() * y * len(self.seen)
+
+    def _deque(self, y: torch.Tensor) -> torch.Tensor:
+        self.last.append(float(y.detach().sum()))
+        return y.sigmoid() * y * sum(self.last)
+
+    def _set(self, y: torch.Tensor) -> torch.Tensor:
+        self.known.add(len(self.known))
+        return y.sigmoid() * y * len(self.known)
+
+    def _nested(self, y: torch.Tensor) -> torch.Tensor:
+        self.counts["inner"][0]["n"] += 1
+        return y.sigmoid() * y * self.counts["inner"][0]["n"]
 
     def _attribute(self, y: torch.Tensor) -> torch.Tensor:
         return y.sigmoid() * y * self.factor

@@ -208,6 +208,24 @@ def test_clipping_after_backward_is_rejected(clip: Callable[..., Any]) -> None:
     assert dict(vars(torch.nn.utils.clip_grad)) == before
 
 
+def test_a_gradient_that_is_set_after_backward_is_rejected() -> None:
+    """The optimizer would step this parameter again."""
+    training = Training(managed=False)
+    in_backward(training)
+    training.backwards()
+    parameter = next(training.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(OptimizerInBackwardError, match="register_post_accumulate_grad_hook"):
+        training.optimizer.step()
+
+
+def test_a_hook_of_the_users_own_before_the_step_is_rejected() -> None:
+    training = Training(managed=False)
+    training.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(PlanError, match=r"no hook before optimizer\.step"):
+        in_backward(training)
+
+
 def test_clipping_by_the_norm_of_the_step_before() -> None:
     """By hand: the gradients of a step are scaled by what the norm of the step before asks for."""
     expected, actual = Training(managed=False), Training(managed=False)

@@ -58,6 +58,12 @@ _CLIPPED = Problem(
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ (Accelerate calls them), which finds no gradient",
     "memory.in_backward_clip_value or in_backward_clip_last_norm clips in backward.",
 )
+_ASSIGNED = Problem(
+    KEY,
+    "gradients that nothing sets after backward",
+    "a gradient of a parameter that backward has stepped already",
+    "Edit gradients in parameter.register_post_accumulate_grad_hook, before the plan, or leave the key out.",
+)
 _SCALED = Problem(KEY, "gradients that are not scaled", "a gradient scaler (fp16)", "Use bf16.")
 
 
@@ -175,8 +181,11 @@ class OptimizerInBackward:
 
     def _step_starts(self, *_: object) -> None:
         for parameter in self._groups:
-            if parameter.grad is not None:  # the last micro-batch has not used it
-                self._clip(parameter)
+            if parameter.grad is None:
+                continue
+            if parameter in self._stepped:
+                raise OptimizerInBackwardError([_ASSIGNED])
+            self._clip(parameter)  # the last micro-batch has not used it
 
     def _step_ended(self, *_: object) -> None:
         norms = [self._norms[parameter] for parameter in self._groups if parameter in self._norms]
@@ -206,11 +215,21 @@ def _problems(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Pr
             yield Problem(KEY, f"{flag}: false", f"{flag}: true", "A captured or recorded step runs whole.")
     if _has_scaler(optimizer):
         yield _SCALED
+    others = [hook for hook in inner._optimizer_step_pre_hooks.values() if not _is_own(hook)]
+    if others:
+        found = f"{others[0]} (optimizer.register_step_pre_hook)"
+        yield replace(
+            _ASSIGNED, expected="no hook before optimizer.step(), which would find no gradient", found=found
+        )
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     if world_size() > 1 or wrapped or any(isinstance(parameter, DTensor) for parameter in parameters):
         hint = "Gradients are summed over the ranks after they are complete on each. Leave the key out."
         yield Problem(KEY, "one process, without DDP or FSDP", "several, or a wrapper that sums", hint)
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0])
 
 
 def _has_scaler(optimizer: Any) -> bool:

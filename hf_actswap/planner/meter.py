@@ -96,6 +96,9 @@ class Meter(Protocol):
     def let_go(self) -> bool:
         """Undo `hold_to`; return whether there was anything to undo."""
 
+    def lift(self) -> None:
+        """Reject nothing from now on."""
+
 
 class StartedMode(TorchDispatchMode):
     """A dispatch mode that sees ops from its start to its end, and leaves compiled regions compiled."""
@@ -183,6 +186,9 @@ class CountingMeter(StartedMode):
     def let_go(self) -> bool:
         return False
 
+    def lift(self) -> None:
+        self.limit = None
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
@@ -268,3 +274,6 @@ class AllocatorMeter:
         if undo is not None:
             undo()
         return undo is not None
+
+    def lift(self) -> None:
+        self.let_go()

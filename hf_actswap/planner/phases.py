@@ -128,7 +128,7 @@ class Planner:
         self.task: PlanningTask | None = None
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
-        self._in_step = False
+        self._in_step = self._gives_up = False
         self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
         self._micro_batches = 1
@@ -448,6 +448,9 @@ class Planner:
 
     def _ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose tiles or a plan ahead of the first forward; return whether anything was put on the model."""
+        if self._gives_up:
+            self.remove()
+            return False
         changed = self._tiles_ahead(args, kwargs)
         if self._may_plan_ahead and not is_dry(args, kwargs):
             self._may_plan_ahead = False
@@ -552,13 +555,20 @@ class Planner:
             raise DeviceMemoryError(failure.text)
 
     def _missed_budget(self) -> BudgetError | None:
-        """Remove the planner if a first step ran out of the budget itself, as on a CPU; return the error."""
+        """Remove the planner if a first step ran out of the budget itself, as on a CPU; return the error.
+
+        Within ``torch.inference_mode()`` it only lets the process have its memory, and is removed when the
+        next training forward starts.
+        """
         run, asked_gib = self._run, self._run.training.memory.budget_gib
         later = not isinstance(self._phase, WarmUp) or self._last is not None
         if later or asked_gib is None or run.meter.limit_bytes() > round(asked_gib * GIB):
             return None
         if run.is_removable:
             self.remove()
+        else:
+            run.meter.lift()
+            self._gives_up = True
         return run.budget_error(run.guard.least_budget_bytes)
 
     def _settle(self, search: SearchPhase) -> None:

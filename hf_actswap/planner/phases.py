@@ -128,7 +128,8 @@ class Planner:
         self.task: PlanningTask | None = None
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
-        self._in_step = self._gives_up = False
+        self._in_step = self._seen = self._gives_up = False
+        self._steps_unseen = 0
         self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
         self._micro_batches = 1
@@ -213,6 +214,7 @@ class Planner:
                 itself, because its guard would hold all later work of the process to this budget.
         """
         if not self._in_step:
+            self._say_unseen()
             return
         self._in_step = False
         try:
@@ -221,6 +223,15 @@ class Planner:
         except BudgetError:
             self.remove()
             raise
+
+    def _say_unseen(self) -> None:
+        """Warn, once, if the optimizer has stepped twice before any training forward was seen."""
+        self._steps_unseen += 1
+        if self._steps_unseen == 2 and not self._seen:
+            self._run.log.warning(
+                "the optimizer has stepped, and neither the model nor its decoder was called with gradients: "
+                "nothing is planned. Call the module that runs the layers."
+            )
 
     def _end_step(self) -> None:
         phase = self._phase
@@ -293,7 +304,7 @@ class Planner:
         if not torch.is_grad_enabled():
             return
         if not self._in_step:
-            self._in_step = True
+            self._in_step = self._seen = True
             self._run.step_starts()
             if not isinstance(self._phase, WarmUp):
                 self._phase.step_starts()

@@ -108,14 +108,40 @@ def test_the_planner_counts_calls_of_the_decoder() -> None:
         assert planner.phase != "warm-up"
 
 
-def test_a_layer_called_by_itself_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_llama()
+def layers_alone(model: Any) -> torch.Tensor:
     hidden = model.model.embed_tokens(batch(0))
     rotary = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+    for layer in model.model.layers:
+        hidden = layer(hidden, position_embeddings=rotary)
+    return hidden.sum()
+
+
+def test_the_planner_says_that_it_sees_no_forward(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with apply(model, load_config({"memory": {"mode": "adaptive", "budget_gib": 4}}), optimizer=optimizer):
+        for _ in range(4):
+            layers_alone(model).backward()
+            optimizer.step()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message for message in said if "was called with gradients" in message] == said
+    assert len(said) == 1
+
+
+def test_layers_recomputed_whole_may_be_called_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_llama()
+    with apply(model, load_config({"recompute_config": {"recompute": True}})) as applied:
+        layers_alone(model).backward()
+        assert applied.stats().recomputes == len(model.model.layers)
+    assert not [record for record in caplog.records if "is called by itself" in record.getMessage()]
+
+
+def test_a_layer_called_by_itself_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama()
     with apply(model, load_config(CONFIGS["swap"])):
-        for layer in model.model.layers:
-            hidden = layer(hidden, position_embeddings=rotary)
-        hidden.sum().backward()
+        layers_alone(model).backward()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert "model.layers.0 is called by itself, not by the model" in said[0]

@@ -110,7 +110,7 @@ class Action:
 KEEP = Action()
 
 _TRACED = ("keep", "swap")
-"""The fates that a cached trace can carry out."""
+"""The fates of ops that a cached trace can carry out."""
 
 
 class FateTable:
@@ -136,7 +136,7 @@ class FateTable:
         followed = {
             _next(row.scope) if row.fate == "slice" else row.scope
             for row in plan.rows
-            if row.fate not in _TRACED
+            if row.fate not in _TRACED and row.scope not in self.checkpointed_layers
         }
         self.traceable_scopes = frozenset({*modules, *SCOPES}) - (followed - compiled)
         """Scopes whose calls may run from a cached trace (`forward_pass`)."""

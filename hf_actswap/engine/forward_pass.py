@@ -21,9 +21,9 @@ since swapping and keeping give the same numbers. The rest of that one layer is 
 rule. All later layers are followed again, and so is everything until two calls are equal once more. After
 ``MOST_MISMATCHES`` the model is taken to change at every call, and cached traces are no longer used.
 
-Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
-What runs between the layers (rotary embedding, loss) is a segment of its own; if it does not match, the
-traces of the layers are still used.
+Layers that swap, keep or are recomputed whole have cached traces. Recomputing ops needs the op itself, not
+only its outcome; of a layer recomputed whole autograd saves its input alone. What runs between the layers
+(rotary embedding, loss) is a segment of its own; if it does not match, the layers' traces are still used.
 """
 
 from __future__ import annotations

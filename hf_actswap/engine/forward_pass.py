@@ -345,7 +345,9 @@ class ForwardPass:
                 group.last_use = op
         key = self.track(tensor)
         owner = None if key is None else self.owners.by_key(key)
-        saved, tensor = tensor, tensor.detach()
+        saved = tensor
+        if owner is None or not (owner.is_external and tensor.is_leaf):  # a weight may get other data (EMA)
+            tensor = tensor.detach()
         if owner is None:
             ticket: Ticket = self._keep(tensor)
         elif region is not None and _is_inside(owner):

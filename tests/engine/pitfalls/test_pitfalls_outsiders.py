@@ -88,6 +88,29 @@ def test_pitfall_16_weights_that_got_new_storages_are_known_at_the_next_forward(
     assert not storages(model.parameters()) & storages(transfer.held[first:])
 
 
+def test_pitfall_16_weights_with_other_data_for_a_forward() -> None:
+    """Catches a weight held apart: autograd reads what a weight has in backward (averages of weights)."""
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for step in range(4):  # the last from cached traces
+            own = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 1.25
+            loss = model(input_ids=batch(step), labels=batch(step)).loss
+            for parameter, data in zip(model.parameters(), own, strict=True):
+                parameter.data = data
+            loss.backward()
+            found += [
+                parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+            ]
+        return found
+
+    bare, model = train(tiny_llama()), tiny_llama()
+    with on(model, swap_everything(5), RecordingTransfer()):
+        assert all(torch.equal(one, other) for one, other in zip(train(model), bare, strict=True))
+
+
 def test_pitfall_16_weights_that_get_their_storage_in_the_layers_own_hook() -> None:
     """Catches storages collected at the model's start alone: sharded weights are gathered layer by layer."""
     model, transfer = tiny_llama(), WatchingTransfer(hold=True)

@@ -267,6 +267,7 @@ _HOOKS_OF_ALL = tuple(
 _MOST_ITEMS = 256
 """A longer container among the attributes of a module is data, and not what a call sets."""
 
+_SMALL_BYTES = 2**16
 _CONTAINERS = (list, dict, set, deque)
 _ABSENT = object()
 
@@ -477,16 +478,17 @@ class CalledModule:
     def ends(self) -> None:
         """Note that the call has ended in forward: what it has written in place, and what it has drawn.
 
-        The first call compares values: a fused kernel writes running statistics without a new version. That
-        waits for the device, once in each mode. What no call writes, others must not write until backward.
+        Small tensors are restored anyhow: a later call may be the first that writes one, also by ``.data``. Of
+        larger ones the first call compares values: a fused kernel writes running statistics without a new
+        version. That waits for the device, once in each mode. Others must not write larger ones in between.
         """
         written, known = [], self._facts.written
         for place, name, tensor, version, copied in self._tensors:
-            key = id(place), name
-            fused = self._first and copied is not None and not torch.equal(tensor, copied)
+            key, small = (id(place), name), _is_small(tensor)
+            fused = self._first and not small and copied is not None and not torch.equal(tensor, copied)
             if tensor._version != version or fused:
                 known.add(key)
-            if key in known:
+            if key in known or (small and copied is not None):
                 written.append((place, name, tensor, version, copied))
             else:
                 self._held.append(tensor)
@@ -503,7 +505,7 @@ class CalledModule:
     def _tensors_before(self) -> Iterator[_Writable]:
         written = self._facts.written
         for place, name, tensor in self._facts.tensors():
-            may_write = self._first or (id(place), name) in written
+            may_write = self._first or _is_small(tensor) or (id(place), name) in written
             copied = tensor.detach().clone() if may_write else None
             yield place, name, tensor, tensor._version, copied
 
@@ -573,6 +575,11 @@ class CalledModule:
                 return f"{self.name}: the weight {name}"
         names = (name for _, name, held in self._facts.tensors() if held is tensor)
         return f"{self.name}: {next(names, 'an argument')}"
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor costs next to nothing, and misses nothing of it."""
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.nbytes <= _SMALL_BYTES
 
 
 def _filled(hooks: Iterable[dict[int, Any]]) -> list[tuple[dict[int, Any], dict[int, Any]]]:

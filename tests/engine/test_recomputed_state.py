@@ -372,26 +372,32 @@ def test_statistics_that_later_steps_write(plan: dict[str, Any]) -> None:
 
 
 class Observed(nn.Module):
-    """Counts what passes, once it is told to."""
+    """Counts what passes in a buffer of this size, once it is told to; ``by_data``: unseen by autograd."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, size: int, by_data: bool) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.by_data = inner, by_data
         self.register_buffer("on", torch.zeros((), dtype=torch.bool))
-        self.register_buffer("largest", torch.ones(()))
+        self.register_buffer("largest", torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
         if self.on:
-            self.largest.mul_(1.25)
-        return y.sigmoid() * y * self.largest.clone()
+            (self.largest.data if self.by_data else self.largest).mul_(1.25)
+        return y.sigmoid() * y * self.largest[0].clone()
 
 
-def observed(plan: dict[str, Any]) -> tuple[Any, Callable[[], torch.Tensor]]:
+SMALL, LARGE = 1, 2**15
+
+
+def observed(
+    plan: dict[str, Any] | None, size: int, by_data: bool = False
+) -> tuple[Any, Callable[[], torch.Tensor]]:
     model = tiny_llama().train()
     layer = model.model.layers[1]
-    layer.mlp = Observed(layer.mlp)
-    apply(model, plan)
+    layer.mlp = Observed(layer.mlp, size, by_data)
+    if plan is not None:
+        apply(model, plan)
     ids = torch.arange(48).reshape(2, 24)
 
     def loss() -> torch.Tensor:
@@ -401,9 +407,26 @@ def observed(plan: dict[str, Any]) -> tuple[Any, Callable[[], torch.Tensor]]:
     return layer.mlp, loss
 
 
+def with_late_counts(plan: dict[str, Any] | None, by_data: bool) -> list[torch.Tensor]:
+    module, loss = observed(plan, SMALL, by_data)
+    module.on.fill_(True)
+    for _ in range(2):
+        loss().backward()
+    value = loss()
+    module.largest.fill_(3.0)  # between forward and backward
+    value.backward()
+    return [module.largest, *(weight.grad for weight in module.parameters() if weight.grad is not None)]
+
+
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
-def test_a_buffer_that_is_written_for_the_first_time_later(plan: dict[str, Any]) -> None:
-    module, loss = observed(plan)
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "by data"])
+def test_a_small_buffer_that_is_written_for_the_first_time_later(plan: dict[str, Any], by_data: bool) -> None:
+    assert_same(with_late_counts(plan, by_data), with_late_counts(None, by_data))
+
+
+@pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
+def test_a_large_buffer_that_is_written_for_the_first_time_later(plan: dict[str, Any]) -> None:
+    module, loss = observed(plan, LARGE)
     module.on.fill_(True)
     with pytest.raises(StaleTensorError, match="largest"):  # nothing has kept a copy
         loss().backward()
@@ -411,8 +434,8 @@ def test_a_buffer_that_is_written_for_the_first_time_later(plan: dict[str, Any])
 
 
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
-def test_a_buffer_that_others_write_before_backward(plan: dict[str, Any]) -> None:
-    module, loss = observed(plan)
+def test_a_large_buffer_that_others_write_before_backward(plan: dict[str, Any]) -> None:
+    module, loss = observed(plan, LARGE)
     value = loss()
     module.largest.fill_(3.0)
     with pytest.raises(StaleTensorError, match="largest"):

@@ -16,7 +16,7 @@ VARIABLE = "HF_ACTSWAP"
 """Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
 
 OFF = "off"
-"""The value of `VARIABLE` for no plan; an empty one means the same."""
+"""The value of `VARIABLE` for no plan; an empty one and the other words for off mean the same."""
 
 FOLDER = "HF_ACTSWAP_TRAININGS"
 """Variable of the environment with the folder of the files; only ``hf-actswap run`` sets it."""

@@ -32,7 +32,7 @@ from transformers import HfArgumentParser
 
 from hf_actswap import ActSwapConfig, ActSwapTrainingArguments, ConfigError
 from hf_actswap.config.keys import FOREIGN_SECTIONS, KEYS_OF_SECTIONS, MODE_FLAGS, OUR_SECTIONS
-from hf_actswap.config.validation import unknown_key_hint
+from hf_actswap.config.validation import is_off_word, unknown_key_hint
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
 from hf_actswap.parallel.rank_agreement import failing_together
@@ -86,6 +86,7 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
     flags = {flag: bool(written.pop(flag)) for flag in MODE_FLAGS if written.get(flag) is not None}
     default = {} if any(flags.values()) else DEFAULT_ACTSWAP
     if "actswap" in written:
+        _reject_two_configurations(sections, written["actswap"])
         sections = written["actswap"] = _document_of(written["actswap"], bool(single))
     else:
         sections = written["actswap"] = sections or deepcopy(default)
@@ -95,14 +96,28 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
     return written
 
 
+def _reject_two_configurations(sections: Mapping[str, Any], actswap: Any) -> None:
+    """Raise if the file has sections and the command line names a configuration; off is none."""
+    if sections and not is_off_word(actswap):
+        found = f"`--actswap {actswap}` beside a file with {', '.join(f'`{name}`' for name in sections)}"
+        hint = f"Leave one out, or change single keys: {_HOW_KEYS_ARE_WRITTEN}."
+        problem = Problem("--actswap", "one configuration", found, hint)
+        raise ConfigError([problem], "command line")
+
+
 SingleKeys = list[tuple[list[str], str]]
 """Keys of the configuration that the command line sets by themselves: (section, key, ...), value in YAML."""
 
-_SINGLE = re.compile(rf"(?:--)?(?:actswap\.)?((?:{'|'.join(LIBRARY_SECTIONS)})\.[\w.]+)(?:=(.*))?", re.DOTALL)
+_SECTION = "|".join(name.replace("_", "[-_]") for name in LIBRARY_SECTIONS)
+_SINGLE = re.compile(rf"(?:--)?(?:actswap\.)?((?:{_SECTION})\.[\w.-]+|log)(?:=(.*))?", re.DOTALL)
+_HOW_KEYS_ARE_WRITTEN = "--swap_config.default_prefetch=2 (--SECTION.KEY=VALUE)"
 
 
 def _single_keys(command_line: list[str]) -> SingleKeys:
-    """Take ``--swap_config.default_prefetch=2`` (or ``actswap.swap_config...``) off the command line."""
+    """Take ``--swap_config.default_prefetch=2`` (or ``actswap.swap_config...``) off the command line.
+
+    As in other arguments, dashes in a name are underscores.
+    """
     found: SingleKeys = []
     kept: list[str] = []
     words = iter(command_line)
@@ -112,7 +127,7 @@ def _single_keys(command_line: list[str]) -> SingleKeys:
             kept.append(word)
         else:
             value = next(words, "") if match[2] is None else match[2]
-            found.append((match[1].split("."), value))
+            found.append((match[1].replace("-", "_").split("."), value))
     command_line[:] = kept
     return found
 
@@ -137,13 +152,14 @@ def _set_single_keys(document: Any, single: SingleKeys) -> None:
 def _document_of(actswap: Any, changed: bool) -> Any:
     """Return what ``--actswap`` names as the same document that the file of the recipe would hold.
 
-    ``none`` is ``None``; ``auto`` (unless keys of it are ``changed``) and a plan in a file stay as they are.
+    A word for off is ``None``; ``auto`` (unless keys of it are ``changed``) and a plan in a file stay as they
+    are.
     """
     if isinstance(actswap, str) and actswap.lstrip().startswith("{"):
         return parse_yaml(actswap, "--actswap")[0]
     if not isinstance(actswap, str) or (actswap == "auto" and not changed):
         return actswap
-    if actswap.lower() in ("none", "off"):
+    if is_off_word(actswap):
         return None
     if Path(actswap).suffix in (".yaml", ".yml", ".json") and Path(actswap).is_file():
         document = read_document(actswap)
@@ -273,6 +289,11 @@ def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool
 
 def _hint(name: str, known: Mapping[str, Any]) -> str:
     """Return a hint for an unknown name: the nearest one, else ``--help``, as there are too many to list."""
+    if name == "streaming":
+        return "The recipe reads its text whole, once; data sets that are streamed are not supported."
+    head, _, below = name.partition(".")
+    if head in LIBRARY_SECTIONS or (head == "actswap" and below):
+        return f"A key of the configuration is written {_HOW_KEYS_ARE_WRITTEN}, or in the file."
     hint = unknown_key_hint(name, LIBRARY_SECTIONS, tuple(known), KEYS_OF_SECTIONS)
     return "`--help` lists the arguments." if hint.startswith("Valid") else hint
 

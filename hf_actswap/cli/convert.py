@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from ..config import load_config
-from ..config.flags import Converted, convert_flags, flags_of_command, read_flags
+from ..config.flags import Converted, Flags, convert_flags, flags_of_arguments, read_flags
 from ..errors import ConfigError, Problem
 from . import options
 from .output import Answer, answer
@@ -42,21 +41,23 @@ def _converted(source: list[str], out: Path | None) -> Answer:
         "config": found.document,
         "meaning": found.lines,
         "not_converted": found.without,
+        "assumed": found.assumed,
         "other_flags": found.unknown,
     }
     return Answer(document, _shown(found, out))
 
 
-def _flags(source: list[str]) -> dict[str, tuple[str, list[str]]]:
+def _flags(source: list[str]) -> Flags:
     if source[0].startswith("-"):
-        return flags_of_command(shlex.join(source).replace("'", " "))
+        return flags_of_arguments(source)
     if len(source) > 1:
         hint = "Write -- before the flags of a command line."
         raise ConfigError([Problem("SOURCE", "one file, or flags", " ".join(source)[:60], hint)])
     try:
-        return read_flags(Path(source[0]).read_text(encoding="utf-8"))
+        text = Path(source[0]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("SOURCE", "a file that can be read", str(error))]) from None
+    return read_flags(text, source[0])
 
 
 def _shown(found: Converted, out: Path | None) -> Iterator[RenderableType]:

@@ -18,6 +18,7 @@ import typer
 
 from ..config.loader import AUTO
 from ..config.sizes import gib_text
+from ..config.validation import is_off_word
 from ..errors import ActSwapError
 from ..run_environment import FOLDER, OFF, VARIABLE, EndedTraining, ended_trainings
 from ..startup import python_path
@@ -55,6 +56,8 @@ def run(
 ) -> None:
     if actswap is None:  # typer takes an empty variable for an absent one
         actswap = OFF if VARIABLE in os.environ else AUTO
+    if is_off_word(actswap):
+        actswap = OFF
     if actswap not in (OFF, AUTO):
         _check(actswap)
     command = [*_program(program, module), *(arguments or [])]

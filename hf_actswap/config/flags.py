@@ -1,8 +1,8 @@
 """Translates flags and settings of other programs to a configuration: data, and how they are read.
 
 `COUNTERPARTS` says of each flag what it sets here and what that means. A command line (a script that starts a
-training, too) and a file of settings (YAML, JSON) are read into the same form: a name without dashes, with
-underscores and, for a key inside a section, dots; and its values as text.
+training, too: `shell`) and a file of settings (YAML, JSON) are read into the same form: a name without
+dashes, with underscores and, for a key inside a section, dots; and its values as text.
 
 Sources: Megatron-LM's ``megatron/training/arguments.py``, MindSpeed's ``mindspeed/features_manager``, the
 pages "Activation Checkpointing" of DeepSpeed's configuration, ``SFTConfig`` of TRL, Axolotl's reference.
@@ -16,12 +16,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NoReturn, cast
 
 import yaml
 
 from ..errors import ConfigError, Problem
 from .keys import OUR_SECTIONS
+from .shell import Word, read_script
 
 
 class Given(Enum):
@@ -47,7 +49,8 @@ class Counterpart:
         beside: (another flag, its value; empty: any) that must be given as well; a flag that begins with
             ``!`` must not.
         layers: the flag that says in how many layers of each stage; empty, or not given: in all.
-        read_with: whether another flag reads this one, so that it needs no line of its own.
+        read_with: the flag that reads this one, so that it needs no line of its own; without that flag it has
+            no effect.
     """
 
     flag: str
@@ -56,7 +59,7 @@ class Counterpart:
     value: str = ""
     beside: tuple[str, str] = ("", "")
     layers: str = ""
-    read_with: bool = False
+    read_with: str = ""
 
 
 _FULL, _SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
@@ -91,6 +94,7 @@ _STATES_WAIT = (
 )
 _WHOLE = "layers are recomputed whole"
 _REPLACED = "switch the other off: this replaces it"
+_PART = "read with another flag"
 
 COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
     "Megatron-LM and MindSpeed-LLM": (
@@ -115,10 +119,10 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             value="selective",
             beside=("!recompute_modules", ""),
         ),
-        Counterpart("recompute_granularity", "see --recompute-modules", value="selective", read_with=True),
+        Counterpart("recompute_granularity", _PART, value="selective", read_with="recompute_modules"),
         Counterpart("recompute_activations", _CORE, _select(r"attention\.flash_attention")),
-        Counterpart("recompute_method", "read with --recompute-granularity", read_with=True),
-        Counterpart("recompute_num_layers", "read with --recompute-granularity", read_with=True),
+        Counterpart("recompute_method", _PART, read_with="recompute_granularity"),
+        Counterpart("recompute_num_layers", _PART, read_with="recompute_granularity"),
         Counterpart("recompute_modules", _CORE, _select(r"attention\.flash_attention"), value="core_attn"),
         Counterpart("recompute_modules", "MLPs are recomputed", _select("feed_forward"), value="mlp"),
         Counterpart("recompute_modules", "MoE blocks are recomputed", _select("feed_forward"), value="moe"),
@@ -147,11 +151,15 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             _select(*_ACTIVATION),
             layers="recompute_activation_function_num_layers",
         ),
-        Counterpart("recompute_activation_function_num_layers", "counts layers of a stage", read_with=True),
+        Counterpart(
+            "recompute_activation_function_num_layers",
+            _PART,
+            read_with="recompute_activation_function",
+        ),
         Counterpart(
             "recompute_norm", "norms are recomputed", _select(*_NORMS), layers="recompute_norm_num_layers"
         ),
-        Counterpart("recompute_norm_num_layers", "counts layers of a stage", read_with=True),
+        Counterpart("recompute_norm_num_layers", _PART, read_with="recompute_norm"),
         Counterpart("recompute_in_bubble", "a layer is recomputed when backward reaches it, not in bubbles"),
         Counterpart("recompute_in_advance", "a layer is recomputed when backward reaches it, not before"),
         Counterpart(
@@ -169,7 +177,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             _swap("attention_norm", "attention", "ffn_norm"),
             beside=("!swap_modules", ""),
         ),
-        Counterpart("swap_attention", "see --swap-modules", read_with=True),
+        Counterpart("swap_attention", _PART, read_with="swap_modules"),
         Counterpart("swap_modules", "norms of attention are swapped", _swap("attention_norm"), "input_norm"),
         Counterpart("swap_modules", "attention is swapped", _swap("attention"), value="self_attention"),
         Counterpart("swap_modules", "norms of MLPs are swapped", _swap("ffn_norm"), "post_attention_norm"),
@@ -181,6 +189,7 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
         Counterpart(
             "adaptive_recompute_device_swap", "the planner chooses all fates", {"memory.mode": "adaptive"}
         ),
+        Counterpart("adaptive_recompute_device_size", "this is MindSpeed's word for no planner", value="-1"),
         Counterpart(
             "adaptive_recompute_device_size",
             "the budget of the planner",
@@ -204,12 +213,12 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
             },
             layers="cpu_offloading_num_layers",
         ),
-        Counterpart("cpu_offloading_num_layers", "read with --cpu-offloading", read_with=True),
-        Counterpart("cpu_offloading_activations", "read with --cpu-offloading", read_with=True),
+        Counterpart("cpu_offloading_num_layers", _PART, read_with="cpu_offloading"),
+        Counterpart("cpu_offloading_activations", _PART, read_with="cpu_offloading"),
         Counterpart(
             "cpu_offloading_weights", "trained weights stay; `memory: {weights: host}` is for frozen"
         ),
-        Counterpart("fine_grained_activation_offloading", "see --offload-modules", read_with=True),
+        Counterpart("fine_grained_activation_offloading", _PART, read_with="offload_modules"),
         Counterpart(
             "offload_modules", "norms of attention are swapped", _swap("attention_norm"), "attn_norm"
         ),
@@ -314,6 +323,9 @@ COUNTERPARTS: Mapping[str, Sequence[Counterpart]] = {
         Counterpart("gradient_checkpointing_kwargs.use_reentrant", "recomputation here is not reentrant"),
         Counterpart("fsdp_config.activation_checkpointing", f"{_WHOLE}; {_REPLACED}", {_FULL: True}),
         Counterpart("fsdp_activation_checkpointing", f"{_WHOLE}; {_REPLACED}", {_FULL: True}),
+        Counterpart(
+            "fsdp_offload_params", "stays with FSDP; `memory: {weights: host}` is for frozen weights"
+        ),
         Counterpart("activation_offloading", "nothing is written to disk", value="disk"),
         Counterpart(
             "activation_offloading",
@@ -356,8 +368,20 @@ _A_SECTION = "a section"
 
 _SEPARATOR = ": "
 
-Flags = dict[str, tuple[str, list[str]]]
-"""Name -> the flag as it was written, and its values."""
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of a command line, or settings of a file.
+
+    Args:
+        given: name -> the flag as it was written, and its values.
+        assumed: name -> what was taken for granted to read it.
+        unused: flags, as written, that a script names but gives to no command.
+    """
+
+    given: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    assumed: dict[str, list[str]] = field(default_factory=dict)
+    unused: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -369,12 +393,14 @@ class Converted:
         lines: for each key of it, what it means: the flag as written, and words.
         without: flags without a counterpart, each with the reason.
         unknown: number of other flags.
+        assumed: what was taken for granted: defaults of variables, the last of several values.
     """
 
     document: Mapping[str, Mapping[str, Any]]
     lines: Mapping[str, Sequence[str]]
     without: Sequence[str]
     unknown: int
+    assumed: Sequence[str] = ()
 
     def to_yaml(self) -> str:
         """Return the configuration as YAML, with what each line means above it."""
@@ -388,9 +414,9 @@ class Converted:
                     said.add(whole)
                     text += textwrap.wrap(line, _WIDTH, initial_indent="  # ", subsequent_indent="  #   ")
                 text += _entry(key, value)
-        for line in self.without:
-            found = f"Not converted: {line}"
-            text += textwrap.wrap(found, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+        assumed = [f"Taken for granted: {line}." for line in self.assumed]
+        for line in [*assumed, *(f"Not converted: {line}" for line in self.without)]:
+            text += textwrap.wrap(line, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
         return "\n".join(text) + "\n"
 
 
@@ -406,58 +432,123 @@ def _entry(key: str, value: Any) -> list[str]:
 
 
 def flags_of_command(text: str) -> Flags:
-    """Read the flags of a command line, or of a shell script that starts a training.
+    """Read the flags of a command line, or of a shell script that starts a training."""
+    script = read_script(text)
+    flags = _flags_of_words(script.commands)
+    named = dict.fromkeys(word for text in script.unused for word in re.findall(r"--[a-zA-Z][\w-]*", text))
+    unused = [word for word in named if _name(word) not in flags.given]
+    return Flags(flags.given, flags.assumed, unused)
 
-    Variables that the script sets are put in; comments are left out.
-    """
-    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    code = code.replace("\\\n", " ")
-    variables: dict[str, str] = dict(re.findall(r"(?:^|[\s;])([A-Za-z_]\w*)=[\"']?([\w./,-]+)", code))
-    for _ in range(4):  # a variable may be set to another
-        code = re.sub(
-            r"\$\{?(\w+)(?::-(\w+))?\}?",
-            lambda found: variables.get(str(found[1]), str(found[2] or f"${found[1]}")),
-            code,
-        )
-        if "$" not in code:
-            break
-    flags: Flags = {}
-    for line in re.split(r"[\n;|&<>]", re.sub(r"[\"'()\[\]]", " ", code)):
+
+def flags_of_arguments(words: Sequence[str]) -> Flags:
+    """Read the flags of a command line that a shell has split into words."""
+    return _flags_of_words([[Word(word) for word in words]])
+
+
+def _name(written: str) -> str:
+    return written.lstrip("-").replace("-", "_")
+
+
+def _flags_of_words(commands: Iterable[Sequence[Word]]) -> Flags:
+    flags, several = Flags(), set()
+    for words in commands:
+        mine: dict[str, tuple[str, list[str]]] = {}
         name = ""
-        for word in line.split():
-            if word.startswith("--"):
-                written, equals, value = word.partition("=")
-                name = written.lstrip("-").replace("-", "_")
-                flags[name] = (written, [value] if equals else [])
-            elif name and not word.startswith("-"):
-                flags[name][1].append(word)
+        for word in words:
+            if word.text.startswith("--"):
+                written, equals, value = word.text.partition("=")
+                name = _name(written)
+                mine[name] = (written, [value] if equals else [])
+                flags.assumed.setdefault(name, []).extend(word.assumed)
+            elif name and _is_value(word.text):
+                mine[name][1].append(word.text)
+                flags.assumed[name] += word.assumed
+            else:
+                name = ""
+        several |= {name for name, found in mine.items() if flags.given.get(name, found)[1] != found[1]}
+        flags.given.update(mine)
+    for name in several:
+        written = flags.given[name][0]
+        flags.assumed[name].append(f"commands give {written} several values; the last is taken")
+    for name, (written, values) in list(flags.given.items()):
+        if (section := _json_section(values)) is not None:
+            flags.given[name] = (written, [_A_SECTION])
+            flags.given.update(flags_of_settings(section, f"{name}.").given)
     return flags
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or bool(re.fullmatch(r"-\d[\d.,e+-]*", word))
+
+
+def _json_section(values: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return the mapping that the value of a flag is, in JSON."""
+    text = " ".join(values)
+    if not text.startswith("{"):
+        return None
+    try:
+        return cast(Mapping[str, Any], json.loads(text))
+    except json.JSONDecodeError:
+        return None
 
 
 def flags_of_settings(document: Mapping[Any, Any], above: str = "") -> Flags:
     """Read settings of a file; a key inside a section is named by both, with a dot."""
-    flags: Flags = {}
+    flags = Flags()
     for key, value in document.items():
         name = f"{above}{key}".replace("-", "_")
         if isinstance(value, Mapping):
-            flags[name] = (name, [_A_SECTION])
-            flags |= flags_of_settings(value, f"{name}.")
+            flags.given[name] = (name, [_A_SECTION])
+            flags.given.update(flags_of_settings(value, f"{name}.").given)
         else:
             values = value if isinstance(value, list) else [value]
             words = [
                 ("true" if item else "false") if isinstance(item, bool) else str(item) for item in values
             ]
-            flags[name] = (f"{name}:", words)
+            flags.given[name] = (f"{name}:", words)
     return flags
 
 
-def read_flags(text: str) -> Flags:
-    """Read flags from the text of a file: settings in JSON or YAML, or a command line."""
+_SETTINGS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+
+
+def read_flags(text: str, file: str = "") -> Flags:
+    """Read flags from the text of a file: settings in JSON or YAML, or a command line.
+
+    Args:
+        text: the text.
+        file: name of the file; its ending says what the text must be. Empty, or another ending: what it is.
+
+    Raises:
+        ConfigError: the text is not what the ending says.
+    """
+    ending = PurePath(file).suffix.lower()
+    if ending == ".py":
+        hint = "Pass the flags themselves after --, or the script that starts it."
+        raise ConfigError([Problem(file, "a shell script, or settings in JSON or YAML", "Python", hint)])
+    if ending in _SCRIPTS or (ending not in _SETTINGS and re.match(r"\s*(--\w|#!)", text)):
+        return flags_of_command(text)
     try:
         document = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError):
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        if ending in _SETTINGS:
+            _reject(
+                file,
+                f"valid {_SETTINGS[ending]}",
+                " ".join(str(error).replace('in "<unicode string>", ', "").split()),
+            )
         document = None
-    return flags_of_settings(document) if isinstance(document, Mapping) else flags_of_command(text)
+    if isinstance(document, Mapping):
+        return flags_of_settings(document)
+    if ending in _SETTINGS and document is not None:
+        _reject(file, "settings (keys with values)", f"a {type(document).__name__}")
+    return flags_of_command(text)
+
+
+def _reject(file: str, expected: str, found: str) -> NoReturn:
+    hint = "Mend the file. Flags of a command belong in a file that ends in .sh."
+    raise ConfigError([Problem(file, expected, found, hint)])
 
 
 def convert_flags(flags: Flags) -> Converted:
@@ -471,8 +562,9 @@ def convert_flags(flags: Flags) -> Converted:
 
 class _Conversion:
     def __init__(self, flags: Flags) -> None:
-        self._flags = {name: found for name, found in flags.items() if not _is_off(found[1])}
-        self._given = flags
+        self._given = _by_known_names(flags.given)
+        self._flags = {name: found for name, found in self._given.items() if not _is_off(found[1])}
+        self._read = flags
         self._problems: list[Problem] = []
         self._found: dict[str, Any] = {}
         self._lines: dict[str, list[str]] = {}
@@ -490,10 +582,25 @@ class _Conversion:
             for key, value in self._found.items():
                 if key.partition(".")[0] == section:
                     document.setdefault(section, {})[key.partition(".")[2]] = value
-        others = [name for name in self._given if name not in _KNOWN]
+        others = [name for name in self._given if name not in _KNOWN and not self._speaks_by_its_keys(name)]
         about_memory = [name for name in others if _ABOUT_MEMORY.search(name) and name in self._flags]
-        self._without += [f"{self._flags[name][0]} is not known here." for name in about_memory]
-        return Converted(document, self._lines, self._without, len(others) - len(about_memory))
+        self._without += [f"{self._flags[name][0]} {_why_not(name)}." for name in about_memory]
+        unused = [word for word in self._read.unused if _ABOUT_MEMORY.search(word) or _name(word) in _KNOWN]
+        self._without += [f"{word}: no command is given it." for word in unused]
+        return Converted(
+            document, self._lines, self._without, len(others) - len(about_memory), self._assumed()
+        )
+
+    def _assumed(self) -> list[str]:
+        """Return what was taken for granted to read the flags that count here."""
+        read = _KNOWN | {"num_layers"}
+        notes = [note for name, notes in self._read.assumed.items() if name in read for note in notes]
+        return list(dict.fromkeys(notes))
+
+    def _speaks_by_its_keys(self, name: str) -> bool:
+        """Whether it is a section about memory: each of its keys has a line, or counts, itself."""
+        inside = any(other.startswith(f"{name}.") for other in self._read.given)
+        return inside and _ABOUT_MEMORY.search(name) is not None
 
     def _rows(self, name: str) -> Iterator[tuple[Counterpart, str]]:
         """Yield what applies of a flag, with the value that it is for."""
@@ -529,6 +636,8 @@ class _Conversion:
         if not row.sets:
             if not row.read_with:
                 self._without.append(f"{written}: {row.words}.")
+            elif row.read_with not in self._flags:
+                self._without.append(f"{written}: no effect without --{row.read_with.replace('_', '-')}.")
             return
         for key, template in row.sets.items():
             made = self._filled(template, row)
@@ -592,7 +701,8 @@ class _Conversion:
 
     def _number(self, name: str) -> int:
         written, values = self._flags.get(name, (f"--{name.replace('_', '-')}", []))
-        text = " ".join(values)
+        # What a variable holds that nothing here sets may be more flags: `--num-layers 4 $MORE`.
+        text = " ".join(values[:1] + [value for value in values[1:] if not value.startswith("$")])
         if text.isdigit():
             return int(text)
         problem = Problem(written.rstrip(":"), "a whole number", text or "nothing", _SET_IT)
@@ -601,7 +711,27 @@ class _Conversion:
         return 1
 
 
-_SET_IT = "Pass the number itself, or the script that sets the variable."
+_SET_IT = "Write the number itself there, or pass the script that sets the variable."
+
+
+def _why_not(name: str) -> str:
+    section = any(known.startswith(f"{name}.") for known in _KNOWN)
+    return "is no mapping that can be read, in JSON or YAML" if section else "is not known here"
+
+
+def _by_known_names(given: Mapping[str, tuple[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
+    """Name a key inside a section (``fsdp_config``) as the table does, without the section.
+
+    A key that stands outside of all sections goes before.
+    """
+    made: dict[str, tuple[str, list[str]]] = {}
+    for name, found in given.items():
+        parts = name.split(".")
+        tails = [".".join(parts[index:]) for index in range(len(parts))]
+        known = next((tail for tail in tails if tail in _KNOWN), name)
+        if known == name or known not in given:
+            made[known] = found
+    return made
 
 
 def _is_off(values: Iterable[str]) -> bool:

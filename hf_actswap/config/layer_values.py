@@ -28,7 +28,18 @@ from pydantic import (
     ValidationInfo,
 )
 
-from .validation import AnyInt, Expected, Fault, Path, Whole, faults_of, is_off_word, rejected, show
+from .validation import (
+    AnyInt,
+    Expected,
+    Fault,
+    Path,
+    Whole,
+    faults_of,
+    is_off_word,
+    rejected,
+    show,
+    tuple_hint,
+)
 
 EXPECTED_LAYERS = "true, false or a flat list of layer indices"
 EXPECTED_OP_NAME = "an op path or a list of op paths"
@@ -157,6 +168,9 @@ def _index_hint(value: Any) -> str:
 
 
 def _op_path(text: str) -> str:
+    # No name of an op holds a comma; in an expression it stands in {2,3}.
+    if "{" not in text and (hint := tuple_hint(text)):
+        raise rejected(text, ((), EXPECTED_OP_NAME, show(text), hint))
     fault = op_path_fault(text)
     if fault:
         hint = r"Levels are separated by \. (in single quotes) or by a plain dot."

@@ -48,7 +48,7 @@ from .sections import (
     read_tiles,
     swap_is_unreadable,
 )
-from .validation import AtLeast1, Findings, Path, one_of, show
+from .validation import AtLeast1, Findings, Path, is_off_word, one_of, show
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 Log = Annotated[Literal["summary", "full", "reference"], one_of("summary", "full", "reference")]
@@ -205,14 +205,17 @@ class ActSwapConfig:
 
 
 @short_traceback
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConfig | None) -> ActSwapConfig:
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConfig | Literal[False] | None,
+) -> ActSwapConfig:
     """Read a configuration.
 
     Args:
         source: the word ``auto``, for ``memory: {mode: adaptive}``: the planner chooses every fate and the
             budget; a path of a YAML or JSON file; a folder that holds ``actswap_config.yaml``; the text
             itself (it has a line break or is a mapping); a mapping, which is not changed; an
-            `ActSwapConfig`, returned as is; ``None`` or an empty text, for all defaults; else a Hub id,
+            `ActSwapConfig`, returned as is; ``None``, an empty text or a word for off (``off``, ``none``,
+            ``no``, false), for all defaults; else a Hub id,
             ``org/name`` or ``org/name@revision``, of a repository that holds ``actswap_config.yaml``. Only a
             string that is none of the others and looks like a Hub id reaches the network.
 
@@ -226,8 +229,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
         return source
     if source == AUTO:
         return ActSwapConfig(memory=MemoryConfig(mode="adaptive"), source=AUTO)
-    if source is None:
-        return ActSwapConfig(source="defaults")
+    if source is None or is_off_word(source):
+        return ActSwapConfig(source="defaults" if source is None else "off")
     if isinstance(source, Mapping):
         return _read_document(source, [], "mapping")
     if isinstance(source, str):

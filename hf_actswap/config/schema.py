@@ -161,7 +161,8 @@ class RecomputeConfig:
         select_comm_recompute_exclude: names of communications whose result is kept, also in layers that are
             recomputed whole.
         parallel_optimizer_comm_recompute: whether weights sharded by FSDP2 are freed after forward and
-            gathered again in backward.
+            gathered again in backward. Default ``None``: ``reshard_after_forward`` of ``fully_shard``
+            decides; false says no more.
         mp_comm_recompute: whether recomputed layers and modules communicate again; if false, the results of
             their communications are kept.
         recompute_slice_activation: whether each rank keeps only its part of the input of a layer that is
@@ -176,7 +177,7 @@ class RecomputeConfig:
     select_comm_recompute: OpSelection | None = None
     select_recompute_exclude: OpExclusion = False
     select_comm_recompute_exclude: OpExclusion = False
-    parallel_optimizer_comm_recompute: Flag = False
+    parallel_optimizer_comm_recompute: Flag | None = None
     mp_comm_recompute: Flag = True
     recompute_slice_activation: Flag = False
     compile_budget: CompileBudget | None = None

@@ -25,7 +25,7 @@ from .schema import (
     SwapConfig,
     TileConfig,
 )
-from .validation import NOTHING, Findings, Flag, Path, show, where
+from .validation import NOTHING, Findings, Flag, Path, is_off_word, show, where
 
 MODEL_CONFIG: Path = ("model", "model_config")
 PIPELINE_INTERLEAVE: Path = ("parallel", "pipeline_config", "pipeline_interleave")
@@ -60,8 +60,8 @@ _WrittenRule = tuple[_Entry, LayerSwapRule | OpSwapRule]
 
 
 def _read_entries(findings: Findings, path: Path, value: object, rule: Any) -> list[_Entry]:
-    """Read a list of entries; a single one may stand without the list."""
-    if value is None:
+    """Read a list of entries; a single one may stand without the list, and off is an empty list."""
+    if value is None or is_off_word(value):
         return []
     if not isinstance(value, list | tuple | Mapping):
         findings.problem(path, "a list of entries, or one entry (a mapping)", show(value))

@@ -141,7 +141,8 @@ def unknown_key_hint(
     return hint if hint.startswith("Did you mean") else nearest(name, valid)
 
 
-_TUPLE = re.compile(r"\s*\(([^()]*)\)\s*")
+_TUPLE = re.compile(r"\s*\(([^(),]*,[^()]*)\)\s*")
+_NO_OFF = "This key cannot be off; leave it out for its default."
 
 
 class Findings:
@@ -179,13 +180,14 @@ class Findings:
 
         A word for off (`is_off_word`) is the type's own: false, no value, ``off`` or ``keep``.
         """
-        if is_off_word(value):
+        off = is_off_word(value)
+        if off:
             value = self._off(adapter, value, context)
         try:
             return adapter.validate_python(value, context=context)
         except ValidationError as error:
             for at, expected, found, hint in faults_of(error):
-                self.problem((*path, *at), expected, found, hint)
+                self.problem((*path, *at), expected, found, hint or (_NO_OFF if off else ""))
             return None
 
     def mapping(self, path: Path, value: object) -> Mapping[Any, Any]:
@@ -293,14 +295,15 @@ def faults_of(error: ValidationError) -> Iterator[tuple[Path, str, str, str]]:
     for line in error.errors(include_url=False):
         facts = line.get("ctx", {})
         expected = facts.get("expected", line["msg"])
-        hint = facts.get("hint", "") or _tuple_hint(line["input"])
+        hint = tuple_hint(line["input"]) or facts.get("hint", "")
         yield line["loc"], expected, facts.get("found", show(line["input"])), hint
 
 
-def _tuple_hint(value: object) -> str:
-    """Return a hint for a tuple of Python, which YAML reads as a text."""
+def tuple_hint(value: object) -> str:
+    """Return a hint for a tuple of Python, which YAML reads as a text; empty for all else."""
     inside = _TUPLE.fullmatch(value) if isinstance(value, str) else None
-    return "" if inside is None else f"Write a list: [{inside[1].strip().rstrip(',')}]."
+    items = [] if inside is None else [item.strip() for item in inside[1].split(",")]
+    return "" if inside is None else f"Write a list: [{', '.join(filter(None, items))}]."
 
 
 def is_off_word(value: object) -> bool:

@@ -148,6 +148,8 @@ class _Survey:
             raise yaml.MarkedYAMLError(problem="an alias inside what it names", problem_mark=node.start_mark)
         self._open.add(id(node))
         size = 1
+        if isinstance(node, yaml.SequenceNode | yaml.MappingNode) and node.flow_style:
+            _join_tuples(node)
         if isinstance(node, yaml.SequenceNode):
             size += sum(self.visit(item, (*path, index)) for index, item in enumerate(node.value))
         elif isinstance(node, yaml.MappingNode):
@@ -173,6 +175,42 @@ class _Survey:
                 if places[0] == places[-1]:
                     found = f"it {len(places)} times on line {places[0]}"
                 self.duplicates.append((here, Problem(where(here), "each key once", found)))
+
+
+def _join_tuples(node: yaml.SequenceNode | yaml.MappingNode) -> None:
+    """Make one text of each tuple of Python, as in block style, so that one message can say what to write.
+
+    In flow style its commas cut it: ``{layers: (0, 1)}`` has a key ``1)``.
+    """
+    kept: list[Any] = []
+    begun: list[Any] = []  # what belongs to a tuple that is not closed yet
+    for item in node.value:
+        key, value = item if isinstance(item, tuple) else (None, item)
+        if begun:
+            begun.append(item)
+            part = value if key is None else key
+            if not _is_plain(part) or (key is not None and not (_is_plain(value) and not value.value)):
+                kept, begun = kept + begun, []
+            elif part.value.endswith(")"):
+                kept, begun = [*kept, _joined(begun)], []
+        elif _is_plain(value) and value.value.startswith("(") and ")" not in value.value:
+            begun = [item]
+        else:
+            kept.append(item)
+    node.value = kept + begun
+
+
+def _is_plain(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None
+
+
+def _joined(items: list[Any]) -> Any:
+    first = items[0]
+    key, value = first if isinstance(first, tuple) else (None, first)
+    parts = [value, *(item[0] if isinstance(item, tuple) else item for item in items[1:])]
+    text = ", ".join(part.value for part in parts)
+    whole = yaml.ScalarNode(_STR_TAG, text, value.start_mark, parts[-1].end_mark)
+    return whole if key is None else (key, whole)
 
 
 def _without_json_tabs(text: str) -> str:

@@ -19,10 +19,10 @@ class ActSwapArguments(BaseModel):
     """The plugin's key in Axolotl's file.
 
     Args:
-        actswap: ``auto``, a configuration (a mapping, a file, a folder, a Hub id), or the file of a plan.
+        actswap: ``auto``, a configuration (a mapping, a file, a folder, a Hub id), a plan's file, or off.
     """
 
-    actswap: dict[str, Any] | str = "auto"
+    actswap: dict[str, Any] | bool | str = "auto"
 
 
 class ActSwapPlugin(BasePlugin):

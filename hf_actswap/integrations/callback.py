@@ -27,6 +27,7 @@ from ..apply import (
 )
 from ..config import ActSwapConfig
 from ..config.sizes import gib_text
+from ..config.validation import is_off_word
 from ..engine import AppliedPlan, Resources, SwapStats
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
@@ -556,9 +557,14 @@ class ActSwapCallback(TrainerCallback):
             stages=parallel.recorded_stages(args.gradient_accumulation_steps) if parallel else None,
         )
 
+    @property
+    def _asks(self) -> bool:
+        """Whether a configuration or a plan was given; a word for off is none."""
+        return self._source is not None and not is_off_word(self._source)
+
     def _why_nothing(self) -> str:
-        if self._source is None:
-            return "actswap=None"
+        if not self._asks:
+            return f"actswap={self._source!r}"
         requested = self._requested
         if isinstance(requested, MemoryPlan):
             return "the plan keeps everything"
@@ -699,7 +705,7 @@ class ArgumentsCallback(ActSwapCallback):
     def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Read ``actswap`` of the arguments, which are known only now; then as `ActSwapCallback`."""
         self._source = self._asked_by(args)
-        if self._source is not None and not self._replaced_by_given_callback(args):
+        if self._asks and not self._replaced_by_given_callback(args):
             self._requested = load_config_or_plan(self._source)
             super().on_init_end(args, *others, **kwargs)
 
@@ -709,10 +715,11 @@ class ArgumentsCallback(ActSwapCallback):
         """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         if self._replaced_by_given_callback(args):
             return
-        if self._source is not None:
+        if self._asks:
             super().on_train_begin(args, state, control, **kwargs)
         elif state.is_world_process_zero:
-            _say(logging.WARNING, _DOES_NOTHING, self._why_nothing())
+            asked = self._source is not None
+            _say(logging.INFO if asked else logging.WARNING, _DOES_NOTHING, self._why_nothing())
 
     def _asked_by(self, args: TrainingArguments) -> Any:
         return getattr(args, "actswap", None)

@@ -17,7 +17,7 @@ from typing import Any
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.training_args import TrainingArguments
 
-from ..run_environment import OFF, VARIABLE
+from ..run_environment import VARIABLE
 from .callback import ActSwapCallback, ArgumentsCallback
 
 
@@ -27,8 +27,7 @@ class EnvironmentCallback(ArgumentsCallback):
     _named = VARIABLE
 
     def _asked_by(self, args: TrainingArguments) -> Any:
-        asked = os.environ.get(VARIABLE)
-        return None if asked == OFF else asked or None
+        return os.environ.get(VARIABLE) or None
 
     def _gives_way_to(self, other: TrainerCallback, args: TrainingArguments) -> bool:
         if isinstance(other, ArgumentsCallback):

@@ -120,8 +120,8 @@ class ActSwapTrainingArguments(_ActSwapField, TrainingArguments):
         actswap: ``"auto"``: the planner searches a plan that may use all memory of the device. Otherwise the
             configuration: a mapping (inline YAML or JSON), a file, a folder with ``actswap_config.yaml``, or
             a Hub id ``org/name[@revision]``; or the file of a plan. ``None``: nothing is swapped, with a
-            warning. A Hub id is stored with its commit, ``org/name@commit``, the same on all ranks: rank 0
-            asks the Hub, and the saved arguments of a run name the commit.
+            warning; a word for off: without one. A Hub id is stored with its commit, ``org/name@commit``, the
+            same on all ranks: rank 0 asks the Hub, and the saved arguments of a run name the commit.
 
     Raises:
         ConfigError: the configuration is malformed; raised before process group and devices are set up. All

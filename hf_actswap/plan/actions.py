@@ -443,7 +443,7 @@ def layer_order(scope: Scope) -> tuple[str, int]:
     return (f"{stack}{dot}", int(index)) if index.isdecimal() else (scope, -1)
 
 
-ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None
+ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None
 """What a user may pass: a plan, the path of a plan's file, or whatever `load_config` takes."""
 
 

@@ -262,7 +262,7 @@ class _Resolution:
             lines=self._lines(recompute, selections),
             warnings=tuple(warnings),
             unsupported=unsupported_policies(self._config, self._structure),
-            gather_weights_again=section.parallel_optimizer_comm_recompute and self._structure.sharded,
+            gather_weights_again=bool(section.parallel_optimizer_comm_recompute) and self._structure.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
 
@@ -529,11 +529,11 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
     elif config.memory.mode != "off" and recompute.select_comm_recompute is False:
         reason = "the planner chooses, among layers that save their part and gather it again"
         found.append(("recompute_config.select_comm_recompute", "what is gathered is kept", reason))
-    rules = [key for key in ("layer_swap", "op_swap") if getattr(swap, key) is not None]
-    if swap.swap and swap.default_prefetch != 1 and rules and not swap.recompute_input:
-        reason = (
-            f"the entries of {' and '.join(rules)} have their own backward_prefetch, and replace the default"
-        )
+    lists = [key for key in ("layer_swap", "op_swap") if getattr(swap, key) is not None]
+    if swap.swap and swap.default_prefetch != 1 and lists and not swap.recompute_input:
+        rules = " and ".join(key for key in lists if getattr(swap, key))
+        own = f"the entries of {rules} have their own backward_prefetch, and replace the default"
+        reason = own if rules else f"{' and '.join(lists)} without entries: nothing is swapped"
         found.append(("swap_config.default_prefetch", str(swap.default_prefetch), reason))
     if parallel.tensor_parallel_size == 1:
         if recompute.recompute_slice_activation:
@@ -542,11 +542,7 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
         if parallel.sequence_parallel_enabled:
             reason = "sequence parallelism splits the tensor-parallel group, whose size is 1"
             found.append(("parallel_config.sequence_parallel_enabled", "true", reason))
-    if recompute.parallel_optimizer_comm_recompute and not structure.sharded:
-        reason = (
-            "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
-        )
-        found.append(("recompute_config.parallel_optimizer_comm_recompute", "true", reason))
+    found += _gathering_without_effect(recompute.parallel_optimizer_comm_recompute, structure.sharded)
     if config.stream_config.grad_accum_dtype != "fp32" and config.stream_config.tokens == "off":
         reason = "stream_config.tokens is off"
         found.append(("stream_config.grad_accum_dtype", config.stream_config.grad_accum_dtype, reason))
@@ -556,6 +552,15 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
     if memory.mode == "off" and (memory.budget_gib or memory.reduce_by_gib or memory.plan_file):
         found.append(("memory", "a budget or a plan file", "memory.mode is off"))
     return [Adjustment(where, (), "", asked, "no effect", reason) for where, asked, reason in found]
+
+
+def _gathering_without_effect(again: bool | None, sharded: bool) -> list[tuple[str, str, str]]:
+    if again is None or again is sharded:
+        return []
+    reason = "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
+    if sharded:
+        reason = "FSDP2 decides whether weights stay gathered (reshard_after_forward of fully_shard)"
+    return [("recompute_config.parallel_optimizer_comm_recompute", str(again).lower(), reason)]
 
 
 def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[str, ...]:

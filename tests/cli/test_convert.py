@@ -64,6 +64,23 @@ def test_errors_are_named(run: Run, words: list[str], message: str) -> None:
     assert message in " ".join(result.out.split())
 
 
+def test_a_file_that_is_not_what_its_name_says(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text('{"a": }')
+    result = run("convert", source)
+    assert result.code == 1
+    assert "expected valid JSON" in " ".join(result.out.split())
+
+
+def test_words_after_the_dashes_are_not_split_again(run: Run) -> None:
+    words = ["--gradient_checkpointing_kwargs", '{"use_reentrant": true}', "--name", "a --swap-attention"]
+    found = run("convert", "--json", "--", *words).document
+    assert found["config"] == {}
+    assert [line.partition(":")[0] for line in found["not_converted"]] == [
+        "gradient_checkpointing_kwargs.use_reentrant"
+    ]
+
+
 def test_nothing_about_memory(run: Run) -> None:
     result = run("convert", "--", "--lr", "1e-4")
     assert result.code == 0

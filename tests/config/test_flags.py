@@ -187,6 +187,134 @@ def test_values_without_a_counterpart_are_named() -> None:
     ]
 
 
+FULL = {"recompute_config": {"recompute": True}}
+
+
+@pytest.mark.parametrize(
+    ("script", "document"),
+    [
+        ('A="--recompute-granularity full"\ntorchrun p.py $A', FULL),
+        ('A="--bf16"\nA="$A --recompute-granularity full"\nA+=" --lr 1"\ntorchrun p.py ${A}', FULL),
+        ('A=(--bf16 # --swap-attention\n)\nA+=(--recompute-granularity full)\nrun p "${A[@]}" "$@"', FULL),
+        ("torchrun p.py --recompute-granularity full   # --swap-attention is off", FULL),
+        ('echo "use --swap-attention"\ntorchrun p.py --recompute-granularity full 2>&1 | tee f', FULL),
+        ('B="--swap-attention"\ntorchrun p.py --recompute-granularity full > log', FULL),
+        ("cat <<END > f\n--swap-attention\nEND\nrun p --recompute-granularity full", FULL),
+        ("bash -c 'torchrun p.py --recompute-granularity full'", FULL),
+        ("torchrun p.py --recompute-granularity full --name 'no --swap-attention'", FULL),
+        ('export A="--recompute-granularity full"', FULL),
+        ("run() { torchrun p.py --recompute-granularity full; }", FULL),
+        ("case $1 in a) A='--recompute-granularity full';; esac; torchrun p.py $A", FULL),
+    ],
+)
+def test_flags_are_what_a_command_is_given(script: str, document: dict[str, Any]) -> None:
+    assert convert_flags(flags_of_command(script)).document == document
+
+
+def test_what_a_script_names_but_gives_to_no_command_is_named() -> None:
+    found = converted('B="--swap-attention"; echo "--swap-optimizer --lr"\ntorchrun p.py --bf16')
+    assert found.without == [
+        "--swap-optimizer: no command is given it.",
+        "--swap-attention: no command is given it.",
+    ]
+
+
+BLOCK = "torchrun p.py --recompute-granularity full --recompute-method=block --recompute-num-layers"
+
+
+@pytest.mark.parametrize(
+    ("script", "count", "assumed"),
+    [
+        (f'{BLOCK}="${{R:-6}}"', 6, ["nothing here sets $R; its default is taken (6)"]),
+        (f"N=${{N:-4}}\n{BLOCK} $N", 4, ["nothing here sets $N; its default is taken (4)"]),
+        (f"N=${{1:-2}}\n{BLOCK} ${{N}}", 2, ["nothing here sets $1; its default is taken (2)"]),
+        (f"R=3\n{BLOCK} ${{R:-6}} 2>&1", 3, []),
+        (f"N=$((32/4))\n{BLOCK} $N $MORE", 8, []),
+        (f'L=32; P=4\n{BLOCK} "$((2 * (L / $P) - ${{P}}))"', 12, []),
+        (f"if x; then N=1; else N=2; fi\n{BLOCK} $N", 2, ["N is set more than once; the last is taken"]),
+        (
+            f"{BLOCK} 1\n{BLOCK} 2",
+            2,
+            ["commands give --recompute-num-layers several values; the last is taken"],
+        ),
+    ],
+)
+def test_numbers_of_variables(script: str, count: int, assumed: list[str]) -> None:
+    found = converted(script)
+    assert found.document == {"recompute_config": {"recompute": [count]}}
+    assert found.assumed == assumed
+    assert found.to_yaml().count("# Taken for granted: ") == len(assumed)
+
+
+@pytest.mark.parametrize("written", ["$((N/4))", "$(nproc)", "$((4/0))", "$((2**9))"])
+def test_a_number_that_cannot_be_computed_is_named(written: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        converted(f"{BLOCK} {written}")
+    assert f"found {written}. Write the number itself there" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "without"),
+    [
+        ("fsdp_config: {fsdp_activation_checkpointing: true}", FULL, []),
+        (
+            "args: {recompute_granularity: full, recompute_method: block, recompute_num_layers: 2}",
+            {"recompute_config": {"recompute": [2]}},
+            [],
+        ),
+        (
+            "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}",
+            FULL,
+            [],
+        ),
+        (
+            "--gradient_checkpointing true --gradient_checkpointing_kwargs '{\"use_reentrant\": true}'",
+            FULL,
+            ["gradient_checkpointing_kwargs.use_reentrant: true: recomputation here is not reentrant."],
+        ),
+        (
+            "--gradient_checkpointing_kwargs {offload",
+            {},
+            ["--gradient_checkpointing_kwargs is no mapping that can be read, in JSON or YAML."],
+        ),
+        (
+            "--adaptive-recompute-device-size -1",
+            {},
+            ["--adaptive-recompute-device-size -1: this is MindSpeed's word for no planner."],
+        ),
+        (
+            "--recompute-method block",
+            {},
+            ["--recompute-method block: no effect without --recompute-granularity."],
+        ),
+    ],
+)
+def test_sections_and_flags_that_others_read(text: str, document: object, without: list[str]) -> None:
+    found = converted(text)
+    assert found.document == document
+    assert found.without == without
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"a": }', "a.json: expected valid JSON, found Expecting value: line 1"),
+        ("a.yaml", "a: true\n  b: [", "a.yaml: expected valid YAML, found mapping values are not allowed"),
+        ("a.yml", "- a", "a.yml: expected settings \\(keys with values\\), found a list"),
+        ("a.json", "[1]", "a.json: expected settings"),
+        ("a.py", "x = 1", "a.py: expected a shell script, or settings in JSON or YAML, found Python"),
+    ],
+)
+def test_a_file_is_what_its_name_says(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_flags(text, name)
+
+
+def test_a_script_is_no_settings() -> None:
+    assert not read_flags("swap_attention: true", "a.sh").given
+    assert convert_flags(read_flags("swap_attention: true", "a.yaml")).document
+
+
 def test_the_page_has_the_tables() -> None:
     page = text_of(MAKE.PAGE)
     assert MAKE.with_tables(page) == page, "run: python docs/make_flags.py"

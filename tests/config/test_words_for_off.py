@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_actswap import ConfigError, load_config, model_structure, resolve_plan
-from hf_actswap.plan import ModelStructure
+from hf_actswap.plan import ModelStructure, load_config_or_plan
 from tests.engine.tiny_models import tiny_llama
 
 WORDS = ("off", "none", "no", "false", "False", "None", "OFF")
@@ -15,6 +15,8 @@ KEYS = {
     "swap_config": "{}",
     "recompute_config": "{}",
     "swap_config.swap": False,
+    "swap_config.layer_swap": (),
+    "swap_config.op_swap": (),
     "swap_config.recompute_input": False,
     "recompute_config.recompute": False,
     "recompute_config.select_recompute": False,
@@ -24,6 +26,7 @@ KEYS = {
     "parallel_config.sequence_parallel_enabled": False,
     "parallel_config.schedule": None,
     "tile_config.loss": "off",
+    "tile_config.tile": (),
     "stream_config.tokens": "off",
     "memory.mode": "off",
     "memory.budget_gib": None,
@@ -66,6 +69,23 @@ def test_off_for_the_layers_of_a_rule(word: str) -> None:
     assert found.recompute_config.select_recompute == {"feed_forward": False}
 
 
+@pytest.mark.parametrize("word", [*WORDS, False])
+def test_off_for_the_whole_configuration(word: Any) -> None:
+    assert load_config(word) == load_config(None)
+    assert load_config_or_plan(word) == load_config(None)
+    assert load_config(word).source == "off"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["swap_config.default_prefetch", "log", "parallel_config.tensor_parallel_size", "memory.preference"],
+)
+def test_a_key_that_cannot_be_off_says_so(key: str) -> None:
+    for word in WORDS:
+        with pytest.raises(ConfigError, match=rf"{key}: .*\. This key cannot be off"):
+            load_config(yaml_of(key, word, True) if "." in key else f"{key}: {word}")
+
+
 def test_a_key_without_off_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected a whole number, at least 1"):
         load_config("parallel_config: {tensor_parallel_size: none}")
@@ -85,6 +105,41 @@ def test_a_key_without_off_is_rejected() -> None:
 def test_a_tuple_is_no_list(text: str) -> None:
     with pytest.raises(ConfigError, match=r"Write a list: \[0, 1, 2\]"):
         load_config(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("swap_config: {layer_swap: [{backward_prefetch: 2, layers: (0,1)}]}", "layer_swap[0].layers"),
+        ("swap_config: {layer_swap: [{layers: (0, 1), backward_prefetch: 2}]}", "layer_swap[0].layers"),
+        ("recompute_config: {select_recompute: {feed_forward: (0,1)}}", "select_recompute.feed_forward"),
+        ("recompute_config: {recompute: [(0,1)]}", "recompute[0]"),
+        ("recompute_config: {recompute: [(0,1), (0,1)]}", "recompute[0]"),
+    ],
+)
+def test_a_tuple_in_flow_style(text: str, path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    problem = caught.value.problems[0]
+    assert problem.where.endswith(path)
+    assert (problem.found, problem.hint) == ("'(0, 1)'", "Write a list: [0, 1].")
+    assert len(caught.value.problems) == text.count("(")
+
+
+@pytest.mark.parametrize(
+    "style", ["{{op_name: {}, backward_prefetch: 2, layers: true}}", "{{op_name: [{}]}}"]
+)
+def test_a_tuple_of_op_names(style: str) -> None:
+    rule = style.format("(attention, feed_forward)")
+    with pytest.raises(ConfigError, match=r"Write a list: \[attention, feed_forward\]"):
+        load_config(f"swap_config: {{swap: true, op_swap: [{rule}]}}")
+
+
+def test_brackets_that_are_no_tuple_stay() -> None:
+    text = "recompute_config: {select_recompute: {(w1|w3): true, 'w{1,2}': true}}"
+    assert load_config(text).recompute_config.select_recompute == {"(w1|w3)": True, "w{1,2}": True}
+    with pytest.raises(ConfigError, match=r"found '\(0'"):
+        load_config("recompute_config: {recompute: [(0, 1]}")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +180,20 @@ CUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
 }
+
+
+for also, reason in (
+    ({"op_swap": []}, "op_swap without entries: nothing is swapped"),
+    ({"op_swap": [], "layer_swap": []}, "layer_swap and op_swap without entries: nothing is swapped"),
+    (
+        {"op_swap": [], "layer_swap": [{"backward_prefetch": 1, "layers": [0]}]},
+        "the entries of layer_swap have their own backward_prefetch, and replace the default",
+    ),
+):
+    CUTS[f"the default prefetch, {', '.join(also)}: {reason[:16]}"] = (
+        {"swap_config": {"swap": True, "default_prefetch": 5, **also}},
+        [f"swap_config.default_prefetch: asked 5, got no effect: {reason}"],
+    )
 
 
 @pytest.mark.parametrize("case", CUTS)

@@ -60,7 +60,7 @@ def test_a_stock_trainer_gets_the_plan(environment: pytest.MonkeyPatch, tmp_path
     assert losses(plain) == losses(trainer)
 
 
-@pytest.mark.parametrize("value", ["off", ""])
+@pytest.mark.parametrize("value", ["off", "", "none", "false", "OFF", "no"])
 def test_off_is_no_plan(value: str, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.setenv(VARIABLE, value)
     plain = stock(tmp_path)
@@ -144,6 +144,8 @@ def test_a_program_is_run_as_it_is(words: list[str], code: int, tmp_path: Path, 
     ("words", "variables", "said", "code"),
     [
         (["--actswap", "off"], {}, "off", 0),
+        (["--actswap", "none"], {}, "off", 0),
+        ([], {"HF_ACTSWAP": "False"}, "off", 0),
         (["--actswap", "off"], {VARIABLE: "auto"}, "off", 0),
         (["--actswap", "auto"], {VARIABLE: "off"}, "auto", 1),
         ([], {VARIABLE: "off"}, "off", 0),

@@ -391,6 +391,18 @@ def test_one_warning_where_nothing_will_happen(
     assert why in warned[0]
 
 
+@pytest.mark.parametrize("word", ["off", "none", False])
+def test_a_word_for_off_is_no_plan_and_no_warning(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, word: Any
+) -> None:
+    trainer = make_trainer(word, callback=False, max_steps=2)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert not any("actswap_saved_gib" in entry for entry in trainer.state.log_history)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    assert f"Nothing is swapped or recomputed: actswap={word!r}" in caplog.text
+
+
 def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_path: Path) -> None:
     plan = hf_actswap.resolve_plan(hf_actswap.load_config(CASE_4), hf_actswap.model_structure(tiny_llama()))
     file = tmp_path / "plan.json"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
 from hf_actswap.plan import Adjustment
-from tests.engine.tiny_models import tiny
+from tests.engine.tiny_models import tiny, tiny_llama
 from tests.plan.documents import (
     EXCLUDE_BEATS,
     FIRST_WINS,
@@ -237,6 +238,17 @@ def test_communication_keys_on_one_rank(plan_of: PlanOf) -> None:
         "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)",
     ]
     assert len(plan.adjustments) == 6
+
+
+@pytest.mark.parametrize("again", [None, True, False])
+def test_weights_that_fsdp2_shards(again: bool | None) -> None:
+    sharded = replace(model_structure(tiny_llama()), sharded=True)
+    written = {} if again is None else {"parallel_optimizer_comm_recompute": again}
+    plan = resolve_plan(load_config({"recompute_config": written}), sharded)
+    said = "recompute_config.parallel_optimizer_comm_recompute: asked false, got no effect: "
+    reason = "FSDP2 decides whether weights stay gathered (reshard_after_forward of fully_shard)"
+    assert texts(plan) == ([said + reason] if again is False else [])
+    assert plan.gather_weights_again is (again is True)
 
 
 def test_swap_off_with_rules(plan_of: PlanOf) -> None:

@@ -74,6 +74,8 @@ def test_a_folder_is_read_like_a_file(tmp_path: Path, here: list[str]) -> None:
         ["--actswap.swap_config.default_prefetch", "2"],
         ["--swap_config.default_prefetch=2"],
         ["--swap_config.default_prefetch", "2"],
+        ["--swap-config.default-prefetch=2"],
+        ["--actswap.swap-config.default_prefetch", "2"],
     ],
 )
 @pytest.mark.parametrize("how", ["positional", "--actswap"])
@@ -84,6 +86,37 @@ def test_single_keys_on_the_command_line(write: Any, here: list[str], how: str, 
     assert args.actswap["swap_config"] == {"swap": True, "default_prefetch": 2}
     assert args.actswap["recompute_config"] == {"recompute": False, "select_recompute": [0, 2]}
     assert args.actswap["model"] == CASE["model"]
+
+
+@pytest.mark.parametrize("words", [["--log=reference"], ["--log", "reference"], ["--actswap.log=reference"]])
+def test_the_log_on_the_command_line(here: list[str], words: list[str]) -> None:
+    _, _, args = parse_arguments([*here, *words])
+    assert args.actswap == {"swap_config": {"swap": True}, "log": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--actswap.lgo=reference"], "--actswap.lgo: .* is written --swap_config.default_prefetch=2"),
+        (["--memory", "smart_swap"], "--memory: .* is written --swap_config.default_prefetch=2"),
+        (["--streaming", "true"], "--streaming: .* data sets that are streamed are not supported"),
+    ],
+)
+def test_hints_for_what_has_another_form(here: list[str], words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments([*here, *words])
+
+
+@pytest.mark.parametrize("word", ["auto", "other.yaml", "{}"])
+def test_two_configurations_are_rejected(write: Any, here: list[str], word: str) -> None:
+    message = f"--actswap: expected one configuration, found `--actswap {word}` beside a file with `context`"
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments([write(CASE), *here, "--actswap", word])
+
+
+@pytest.mark.parametrize("word", ["none", "off", "no", "false", "False"])
+def test_each_word_for_off_trains_without(write: Any, here: list[str], word: str) -> None:
+    assert parse_arguments([write(CASE), *here, "--actswap", word])[2].actswap is None
 
 
 def test_single_keys_without_a_file(here: list[str]) -> None:

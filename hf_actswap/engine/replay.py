@@ -478,8 +478,8 @@ class CalledModule:
     def ends(self) -> None:
         """Note that the call has ended in forward: what it has written in place, and what it has drawn.
 
-        Small tensors are restored anyhow: a later call may be the first that writes one, or do so by ``.data``.
-        Of larger ones the first call compares values: a fused kernel writes running statistics without a new
+        Small tensors are restored anyhow: a later call may be the first that writes one, or use ``.data``. Of
+        larger ones the first call compares values: a fused kernel writes running statistics without a new
         version. That waits for the device, once in each mode. Others must not write larger ones in between.
         """
         written, known = [], self._facts.written

@@ -579,7 +579,8 @@ class CalledModule:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Whether a copy of a tensor costs next to nothing, and misses nothing of it."""
-    return type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.nbytes <= _SMALL_BYTES
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    return plain and tensor.nbytes <= _SMALL_BYTES
 
 
 def _filled(hooks: Iterable[dict[int, Any]]) -> list[tuple[dict[int, Any], dict[int, Any]]]:

@@ -219,7 +219,8 @@ class _FakeTensors(FakeTensorMode):
                 with self:
                     dtype = torch.long if weights is None else weights.dtype
                     return torch.empty(count, dtype=dtype, device=given["self"].device)
-        if func._schema.is_mutable and any(_is_real(arg) for arg in args):
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        if schema is not None and schema.is_mutable and any(_is_real(arg) for arg in args):
             # Else PyTorch's `add_` and `sub_` of a number write into a real tensor.
             args = tuple([self._own_fake(arg) if _is_real(arg) else arg for arg in args])
         found: Any = super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)

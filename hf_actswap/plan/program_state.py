@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,7 +38,7 @@ _CONTAINERS = (*MAPPINGS, *SEQUENCES, set)
 _CACHE = functools._lru_cache_wrapper
 _OWN = __name__.partition(".")[0]
 _LEFT_OUT = frozenset({"torch", "numpy", _OWN, *sys.stdlib_module_names})
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_LIBRARIES = ("site-packages", "dist-packages")
 _MOST_ITEMS = 10_000
 """A longer container is data: it is neither copied nor searched."""
 _DEEP = 3
@@ -54,7 +53,7 @@ def is_programs_own(name: str | None) -> bool:
     if name is None or _is_left_out(name):
         return False
     path = getattr(sys.modules.get(name), "__file__", None)
-    return path is None or not path.startswith(_LIBRARIES)
+    return path is None or not any(name in path for name in _LIBRARIES)
 
 
 def _is_left_out(name: str | None) -> bool:
@@ -122,7 +121,7 @@ def _namespaces(model: nn.Module) -> Iterator[_Namespace]:
         names, known = vars(file), is_programs_own(file.__name__)
         yield names, names.__setitem__, names.__delitem__, known
         if known:
-            named = (one for one in names.values() if isinstance(one, type))
+            named = [one for one in list(names.values()) if isinstance(one, type)]
             classes |= {one for one in named if is_programs_own(one.__module__)}
     for kind in classes:
         yield _attributes_of(kind, is_programs_own(kind.__module__))
@@ -134,7 +133,7 @@ def _attributes_of(value: Any, known: bool) -> _Namespace:
 
 def _functions(names: dict[str, Any]) -> Iterator[FunctionType]:
     """Yield the functions among the values, and those that decorators have wrapped."""
-    for value in names.values():
+    for value in list(names.values()):
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         while isinstance(function, FunctionType | _CACHE):
             if isinstance(function, FunctionType):

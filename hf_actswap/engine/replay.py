@@ -300,6 +300,7 @@ class ModuleFacts:
         self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
         self._modes: set[tuple[bool, ...]] = set()
+        self._was_first = False
 
     def _look(self) -> None:
         self.modules = tuple(self._module.modules())
@@ -333,9 +334,10 @@ class ModuleFacts:
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
             self._modes.clear()
         first = self._training() not in self._modes
-        if first:  # since the call before, attributes may have come
+        if first or self._was_first:  # attributes, and containers in them, may have come with the first call
             self._look()
             self._modes.add(self._training())
+        self._was_first = first
         held = self.layout.held()
         if held is None:  # names came or went
             self._look()

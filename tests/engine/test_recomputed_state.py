@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +35,7 @@ class Around(nn.Module):
         self.calls, self.seen, self.factor, self.kind = 0, [], 1.0, ""
         self.last: deque[float] = deque(maxlen=2)
         self.known: set[int] = set()
+        self.lists: defaultdict[str, list[int]] = defaultdict(list)
         self.counts = {"inner": [{"n": 0}]}
         self.function, self.weight, self.total = torch.tanh, torch.ones(width), torch.zeros(())
         self.part, self.steered = nn.Tanh(), nn.Identity()
@@ -84,6 +85,10 @@ class Around(nn.Module):
     def _set(self, y: torch.Tensor) -> torch.Tensor:
         self.known.add(len(self.known))
         return y.sigmoid() * y * len(self.known)
+
+    def _new_list(self, y: torch.Tensor) -> torch.Tensor:
+        self.lists["calls"].append(1)
+        return y.sigmoid() * y * len(self.lists["calls"])
 
     def _nested(self, y: torch.Tensor) -> torch.Tensor:
         self.counts["inner"][0]["n"] += 1

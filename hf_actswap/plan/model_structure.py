@@ -30,6 +30,7 @@ from .wrappers import (
     named_op_modules,
     runs_cuda_graphs,
     uncompiled,
+    weights_are_gathered_again,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class ModelStructure:
             is compiled as a whole.
         cuda_graphs: whether compiled layers, or the compiled model, run as CUDA graphs.
         sharded: whether FSDP2 gathers weights of the model.
+        gathers_again: whether FSDP2 itself frees some of them after forward and gathers them in backward.
         stacks: the other stacks of layers (an encoder, a vision tower), each as if it were the only one.
     """
 
@@ -145,6 +147,7 @@ class ModelStructure:
     compiled: bool = False
     cuda_graphs: bool = False
     sharded: bool = False
+    gathers_again: bool = False
     stacks: tuple[ModelStructure, ...] = ()
 
     @property
@@ -336,6 +339,7 @@ def model_structure(model: nn.Module) -> ModelStructure:
         final_norm=final_norm,
         head=head,
         sharded=any(hasattr(type(module), FSDP2_METHOD) for module in model.modules()),
+        gathers_again=weights_are_gathered_again(model),
         stacks=tuple(found.values()),
     )
 

@@ -542,7 +542,7 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
         if parallel.sequence_parallel_enabled:
             reason = "sequence parallelism splits the tensor-parallel group, whose size is 1"
             found.append(("parallel_config.sequence_parallel_enabled", "true", reason))
-    found += _gathering_without_effect(recompute.parallel_optimizer_comm_recompute, structure.sharded)
+    found += _gathering_without_effect(recompute.parallel_optimizer_comm_recompute, structure)
     if config.stream_config.grad_accum_dtype != "fp32" and config.stream_config.tokens == "off":
         reason = "stream_config.tokens is off"
         found.append(("stream_config.grad_accum_dtype", config.stream_config.grad_accum_dtype, reason))
@@ -554,13 +554,15 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
     return [Adjustment(where, (), "", asked, "no effect", reason) for where, asked, reason in found]
 
 
-def _gathering_without_effect(again: bool | None, sharded: bool) -> list[tuple[str, str, str]]:
-    if again is None or again is sharded:
-        return []
-    reason = "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
-    if sharded:
-        reason = "FSDP2 decides whether weights stay gathered (reshard_after_forward of fully_shard)"
-    return [("recompute_config.parallel_optimizer_comm_recompute", str(again).lower(), reason)]
+def _gathering_without_effect(again: bool | None, structure: ModelStructure) -> list[tuple[str, str, str]]:
+    key = "recompute_config.parallel_optimizer_comm_recompute"
+    if again and not structure.sharded:
+        none = "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
+        return [(key, "true", none)]
+    if again is False and structure.gathers_again:
+        decides = "FSDP2 gathers again as its own reshard_after_forward says; pass false to fully_shard"
+        return [(key, "false", decides)]
+    return []
 
 
 def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[str, ...]:

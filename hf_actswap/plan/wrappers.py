@@ -78,6 +78,25 @@ def parameter_groups(module: Any) -> list[Any]:
     return [group for group in (*groups, one) if group is not None]
 
 
+def weights_are_gathered_again(model: nn.Module) -> bool:
+    """Whether FSDP2 frees gathered weights of the model after forward, so that backward gathers them again.
+
+    That of ``reshard_after_forward``. If the user left it open, FSDP2 keeps the weights of outermost modules,
+    which it makes roots at their first forward.
+    """
+    seen: set[nn.Module] = set()  # outermost ones come before what is inside them
+    for module in model.modules():
+        if not hasattr(type(module), FSDP2_METHOD):
+            continue
+        outermost = module not in seen
+        seen.update(module.modules())
+        state: Any = module
+        kept = outermost and getattr(state._get_fsdp_state(), "_auto_reshard_after_forward", False)
+        if not kept and any(group.post_forward_mesh_info is not None for group in parameter_groups(module)):
+            return True
+    return False
+
+
 logger = logging.getLogger(__name__)
 
 

@@ -174,7 +174,7 @@ def run_on_rank(slow_too: bool, rank: int, folder: str) -> None:
         for name, case in CASES.items()
         if slow_too or name not in SLOW
     }
-    cases |= {f"weights_{name}": lambda _, again=again: run_sharded(again) for name, again in WEIGHTS.items()}
+    cases |= {f"weights_{name}": lambda _, how=how: run_sharded(*how) for name, how in WEIGHTS.items()}
     run_cases(rank, folder, WORLD_SIZE, cases)
 
 
@@ -224,16 +224,22 @@ def _step(model: nn.Module, case: Case, result: Result, holds: bool = True) -> N
     result.grads = gradients(model)
 
 
-WEIGHTS = {"as_sharded": None, "again": True, "held": False}
-"""``parallel_optimizer_comm_recompute``, on a model that FSDP2 keeps gathered after forward."""
+WEIGHTS = {
+    "as_sharded": (None, False),
+    "again": (True, False),
+    "held": (False, False),
+    "freed": (False, True),
+    "only_root": (False, None),
+}
+"""``parallel_optimizer_comm_recompute``; ``reshard_after_forward`` of the layers (``None``: not sharded)."""
 
 
-def run_sharded(again: bool | None) -> Result:
-    """Run a step of a model sharded by FSDP2, whose weights stay gathered after forward."""
+def run_sharded(again: bool | None, freed: bool | None) -> Result:
+    """Run a step of a model sharded by FSDP2, the weights of whose layers are freed after forward, or not."""
     result, model = Result(), tiny_llama(use_cache=False)
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    for layer in model.model.layers if freed is not None else ():
+        fully_shard(layer, mesh=mesh, reshard_after_forward=freed)
     fully_shard(model, mesh=mesh)
     applied: AppliedPlan | None = None
     if again is not None:
@@ -428,6 +434,11 @@ def test_weights_are_gathered_again(results: Path) -> None:
         assert bare.calls["forward", "all_gather"] == again.calls["forward", "all_gather"] == NUM_LAYERS + 1
         assert again.calls["backward", "all_gather"] == NUM_LAYERS + 1
         assert again.calls_after == bare.calls_after == bare.calls
-        assert again.adjustments == held.adjustments == []
+        only_root = result(results, "weights_only_root", rank)
+        assert again.adjustments == held.adjustments == only_root.adjustments == []
         assert_bitwise_equal(again.grads, bare.grads)
         assert_bitwise_equal(again.grads_after, bare.grads_after)
+        freed = result(results, "weights_freed", rank)
+        assert freed.calls["backward", "all_gather"] == NUM_LAYERS
+        (said,) = freed.adjustments
+        assert "parallel_optimizer_comm_recompute: asked false, got no effect: FSDP2 gathers again" in said

@@ -241,13 +241,14 @@ def test_communication_keys_on_one_rank(plan_of: PlanOf) -> None:
 
 
 @pytest.mark.parametrize("again", [None, True, False])
-def test_weights_that_fsdp2_shards(again: bool | None) -> None:
-    sharded = replace(model_structure(tiny_llama()), sharded=True)
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_weights_that_fsdp2_shards(again: bool | None, by_itself: bool) -> None:
+    sharded = replace(model_structure(tiny_llama()), sharded=True, gathers_again=by_itself)
     written = {} if again is None else {"parallel_optimizer_comm_recompute": again}
     plan = resolve_plan(load_config({"recompute_config": written}), sharded)
     said = "recompute_config.parallel_optimizer_comm_recompute: asked false, got no effect: "
-    reason = "FSDP2 decides whether weights stay gathered (reshard_after_forward of fully_shard)"
-    assert texts(plan) == ([said + reason] if again is False else [])
+    reason = "FSDP2 gathers again as its own reshard_after_forward says; pass false to fully_shard"
+    assert texts(plan) == ([said + reason] if again is False and by_itself else [])
     assert plan.gather_weights_again is (again is True)
 
 

@@ -329,8 +329,8 @@ def test_rule_2_holds_unless_it_is_lifted() -> None:
     assert texts(held) == [
         "swap_config output, layers 1: asked swap, got keep: its output is used by an op with recomputation "
         "enabled, so it stays on the device (MindFormers, coupling rule 2)",
-        "swap_config.default_prefetch: asked 10, got no effect: the entries of layer_swap and op_swap have "
-        "their own backward_prefetch, and replace the default",
+        "swap_config.default_prefetch: asked 10, got no effect: the entries of layer_swap have their own "
+        "backward_prefetch, and replace the default",
     ]
     lifted = plan([2], 10, [2], layer_swap=swap)
     assert lifted.rows[0] == PlanRow(1, "", "swap", windows=Windows.of_prefetch(5))

@@ -530,8 +530,8 @@ class Engine:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None or self._guard.thread != get_ident():
-                alone = layer is not None and layer.index not in self._fates.checkpointed_layers
-                if layer is not None and alone and self._guard.thread is None:
+                whole = scope in self._fates.checkpointed_layers  # which runs again all the same
+                if layer is not None and not whole and self._guard.thread is None:
                     self._first_step.called_alone(layer.module_path, (*args, *kwargs.values()))
                 return
             if self._first_step.entered is not None:

@@ -52,7 +52,7 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import Scope
 from ..plan.generators import GeneratorState, default_states, held_generators, is_generator, state_of
 from ..plan.opnames import function_name
-from ..plan.program_state import put_back
+from ..plan.program_state import PACKAGE, put_back
 from .hook_wrappers import ReplacedMethod
 from .stats import Counters
 from .tickets import StaleTensorError
@@ -107,7 +107,6 @@ def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
 
 
 _CPU = torch.device("cpu")
-_PACKAGE = __name__.partition(".")[0]
 
 _Writable = tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]
 """Where a tensor is that a call may write in place: place and name; the tensor, its version, and a copy."""
@@ -169,7 +168,7 @@ def _put_settings(values: Sequence[Any]) -> None:
 def _modes_of_the_program() -> list[TorchFunctionMode]:
     """Return the function modes that are on, as ``with torch.device(...)`` is, but those of this package."""
     stack: list[TorchFunctionMode] = _get_current_function_mode_stack()
-    return [mode for mode in stack if type(mode).__module__.partition(".")[0] != _PACKAGE]
+    return [mode for mode in stack if type(mode).__module__.partition(".")[0] != PACKAGE]
 
 
 class CallState:
@@ -334,15 +333,13 @@ class ModuleFacts:
         if any(module._modules != known for module, known in zip(self.modules, self._children, strict=True)):
             self._modes.clear()
         first = self._training() not in self._modes
-        if first or self._was_first:  # attributes, and containers in them, may have come with the first call
+        held = self.layout.held()
+        # With the first call attributes, and containers in them, may have come; later, names too.
+        if first or self._was_first or held is None:
             self._look()
             self._modes.add(self._training())
-        self._was_first = first
-        held = self.layout.held()
-        if held is None:  # names came or went
-            self._look()
             held = self.layout.held()
-        self.held = held or []
+        self.held, self._was_first = held or [], first
         return first
 
     def _training(self) -> tuple[bool, ...]:

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..interrupts import uninterrupted
 from .generators import default_states, held_generators, state_of
@@ -52,9 +52,8 @@ def is_part_of_the_model(hook: Any) -> bool:  # or a method of an object that is
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore at the end the attributes of all modules, the containers in them, and the configurations.
 
-    What is outside of modules too, as far as `program_state` says.
-
-    So is the state of hooks that are a part of the model: what they have set in modules must agree with it.
+    So is the state of hooks that are a part of the model: what they have set in modules must agree with it;
+    and what is outside of modules, as far as `program_state` says.
     Containers (dicts, lists, sets) stay the same objects. Of tensors and other objects only the references
     are restored, not what is inside them. Fake tensors draw nothing from PyTorch's default generators; a
     model's code (stochastic depth) may draw from those of Python and NumPy, and from its own, which are
@@ -222,18 +221,15 @@ class _FakeTensors(FakeTensorMode):
         schema = getattr(func, "_schema", None)  # operators of higher order have none
         if schema is not None and schema.is_mutable and any(_is_real(arg) for arg in args):
             # Else PyTorch's `add_` and `sub_` of a number write into a real tensor.
-            args = tuple([self._own_fake(arg) if _is_real(arg) else arg for arg in args])
+            flat, spec = tree_flatten((args, kwargs or {}))
+            converter = self.fake_tensor_converter
+            flat, _ = self.validate_and_convert_non_fake_tensors(func, converter, flat, spec)
+            args, kwargs = tree_unflatten(flat, spec)
         found: Any = super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
         # Encoders and decoders of transformers up to 5.17 compare such a number with `layerdrop`.
         if func is torch.ops.aten.rand.default and not args[0]:
             found.constant = torch.full((), 0.5)
         return found
-
-    def _own_fake(self, tensor: torch.Tensor) -> FakeTensor:
-        fake: FakeTensor = self.fake_tensor_converter.from_real_tensor(self, tensor)
-        if self._real_as is not None:
-            fake.fake_device = self._real_as
-        return fake
 
     def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:
         """Append the description of an op's arguments (private to PyTorch; the same on 2.11 and 2.13)."""

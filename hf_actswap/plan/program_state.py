@@ -36,13 +36,16 @@ SEQUENCES = (list, deque)
 
 _CONTAINERS = (*MAPPINGS, *SEQUENCES, set)
 _CACHE = functools._lru_cache_wrapper
-_OWN = __name__.partition(".")[0]
-_LEFT_OUT = frozenset({"torch", "numpy", _OWN, *sys.stdlib_module_names})
+PACKAGE = __name__.partition(".")[0]
+"""The name of this package, by which its own classes and functions are told from a program's."""
+_LEFT_OUT = frozenset({"torch", "numpy", PACKAGE, *sys.stdlib_module_names})
 _LIBRARIES = ("site-packages", "dist-packages")
 _MOST_ITEMS = 10_000
 """A longer container is data: it is neither copied nor searched."""
 _DEEP = 3
 """How deep in tuples and containers fake tensors are looked for."""
+
+_ABSENT = object()
 
 _Namespace = tuple[dict[str, Any], Callable[[str, Any], object], Callable[[str], object], bool]
 """Names of a file or a class; how to set one, and to delete one; whether they are the program's own."""
@@ -194,11 +197,11 @@ def _files(names: Iterable[str]) -> Iterator[ModuleType]:
 def _restore_names(space: _Namespace, before: dict[str, Any], mentioned: set[str]) -> None:
     names, put, delete, own = space
     for name, now in list(names.items()):
-        was = before.get(name, _restore_names)  # which stands for: there was none
+        was = before.get(name, _ABSENT)
         data = own and name in mentioned and (_is_data(now) or _is_data(was))
         if now is was or not (data or _holds_fake(now)):
             continue
-        if was is _restore_names:
+        if was is _ABSENT:
             delete(name)
         else:
             put(name, was)

@@ -35,6 +35,7 @@ from ...engine.agreement import world_size
 from ...engine.hook_wrappers import Undo, replace_method, wrap_call
 from ...errors import ActSwapError, PlanError, Problem
 from ...plan.dry_run import is_dry
+from ...plan.program_state import PACKAGE
 from .optimizer_states import STREAMED, OptimizerStates, inner_optimizer, step_part
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,8 @@ def _problems(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Pr
             yield Problem(KEY, f"{flag}: false", f"{flag}: true", "A captured or recorded step runs whole.")
     if _has_scaler(optimizer):
         yield _SCALED
-    others = [hook for hook in inner._optimizer_step_pre_hooks.values() if not _is_own(hook)]
+    hooks = inner._optimizer_step_pre_hooks.values()
+    others = [hook for hook in hooks if str(getattr(hook, "__module__", "")).partition(".")[0] != PACKAGE]
     if others:
         found = f"{others[0]} (optimizer.register_step_pre_hook)"
         yield replace(
@@ -226,10 +228,6 @@ def _problems(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Pr
     if world_size() > 1 or wrapped or any(isinstance(parameter, DTensor) for parameter in parameters):
         hint = "Gradients are summed over the ranks after they are complete on each. Leave the key out."
         yield Problem(KEY, "one process, without DDP or FSDP", "several, or a wrapper that sums", hint)
-
-
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0])
 
 
 def _has_scaler(optimizer: Any) -> bool:

@@ -42,10 +42,10 @@ from ..plan.actions import SCOPES, Scope, Windows
 from ..plan.model_structure import OUTPUT
 from ..plan.opnames import OpStack
 from ..plan.record import is_cast_of_parameter, storage_key
+from .autograd_state import made_by_packing_node, next_node_number
 from .fates import KEEP, Action
 from .owners import Owner, Owners, ScopeModules
 from .recompute import Region
-from .replay import made_by_packing_node, next_node_number
 from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, Checkpoint, CheckpointInputs, ForwardContext, SwappedStorages
 from .tickets import Place, SwapGroup, SwapTicket, Ticket, keep

@@ -92,12 +92,12 @@ from ..plan.actions import Scope
 from ..plan.model_structure import ModelStructure, is_container
 from ..plan.record import storage_key
 from ..plan.wrappers import FSDP2_METHOD, is_checkpointed, is_compiled
+from .autograd_state import running_backward
 from .hook_wrappers import Undo, replace_forward, replace_method
 from .host_budget import slab_source
 from .host_memory import available_bytes, margin_bytes, room_beyond
 from .host_pool import HostBuffer, HostPool
 from .owners import parameter_places
-from .replay import running_backward
 from .stats import Counters, SwapStats
 from .tickets import StaleTensorError, View, keep, restore
 from .transfer import COMPLETE, Copy, Transfer, transfer_of

@@ -57,28 +57,20 @@ from ..plan.saved_bytes import RUN_AGAIN
 from ..plan.settle import DIFFERED, keep_what_differs, scopes_by_path, settled
 from ..plan.wrapper_rules import problems_of_checkpointing
 from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
+from .autograd_state import function_mode_is_innermost, pop_leaked_hooks, running_backward
+from .checkpointed_layer import CheckpointedLayer
 from .compiled_regions import CompiledRegions
 from .fates import KEEP, Action, FateTable, Slices
 from .forward_pass import CachedTraces, ForwardPass
 from .hook_wrappers import Undo, entries, replace_call, replace_forward, wrap_call, wrap_outermost_calls
 from .host_budget import DryRunForecast, dropped_by
+from .module_state import CalledModule, ModuleFacts, buffers_of, is_cache
 from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
 from .recompute import Region
-from .replay import (
-    CalledModule,
-    CheckpointedLayer,
-    ModuleFacts,
-    RecomputeError,
-    buffers_of,
-    function_mode_is_innermost,
-    is_cache,
-    pop_leaked_hooks,
-    running_backward,
-)
 from .stats import Counters
 from .swapped_storages import PackHandler, checkpoint_of
-from .verify import Verifier
+from .verify import RecomputeError, Verifier
 
 logger = logging.getLogger(__name__)
 

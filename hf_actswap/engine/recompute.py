@@ -48,22 +48,13 @@ from ..plan.op_facts import COMMUNICATIONS
 from ..plan.opnames import function_name
 from ..plan.record import storage_key
 from ..plan.wrappers import is_compiled
+from .call_state import CallState, RandomState, random_state, same_random_state, set_random_state
 from .hook_wrappers import replace_forward
-from .replay import (
-    SAME,
-    CalledModule,
-    CallState,
-    RandomState,
-    RecomputeError,
-    SavedForm,
-    random_state,
-    same_random_state,
-    set_random_state,
-)
+from .module_state import CalledModule
 from .stats import Counters
 from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
-from .verify import Compare, Expect
+from .verify import SAME, Compare, Expect, RecomputeError, SavedForm
 
 TicketOf = Callable[[torch.Tensor], Ticket]
 

@@ -1,6 +1,6 @@
 """When tensors are released and prefetched, in operators: arithmetic over node numbers, without tensors.
 
-One operator is one autograd node (`replay`). The engine gets control only in hooks: in forward each
+One operator is one autograd node (`autograd_state`). The engine gets control only in hooks: in forward each
 time a tensor is packed, in backward each time one is unpacked. So an action happens at the *first* hook at
 or after a release point, and at the *last* hook at or before a prefetch point (never later than asked).
 
@@ -64,7 +64,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from .replay import packing_node_number, running_node_number
+from .autograd_state import packing_node_number, running_node_number
 from .tickets import SwapGroup, Ticket, restore
 
 Item = TypeVar("Item")

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import Scope
 from ..plan.model_structure import unwrapped
 from ..plan.record import storage_key
+from .autograd_state import running_node_number
 from .hook_wrappers import Undo, entries, wrap_call, wrap_outermost_calls
 from .install import AppliedPlan
 from .owners import inner_tensors
-from .replay import running_node_number
 from .stats import PendingTime
 from .tickets import Ticket, keep
 from .transfer import Direction, Stamp, StepLog, WatchedCopy

@@ -46,9 +46,9 @@ from ..plan.actions import Scope, Windows
 from ..plan.model_structure import LayerStructure
 from ..plan.wrappers import checkpoints_its_call, is_checkpointed
 from .auto_windows import AutoForward, AutoWindows, Key
+from .autograd_state import next_node_number
 from .fates import Action, FateTable
 from .host_pool import HostBuffer, HostPool, mapped
-from .replay import next_node_number
 from .schedule import (
     Backward,
     CrossingReleases,

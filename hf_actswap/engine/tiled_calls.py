@@ -41,8 +41,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..plan.actions import Tile
 from ..plan.dry_run import exchanged, no_backward
 from ..plan.wrappers import FSDP2_METHOD, is_compiled
+from .call_state import CallState
 from .hook_wrappers import Undo, reject_tracing, replace_call, replace_forward
-from .replay import CallState
 
 _PRODUCT_ROWS = 16_384
 """Most rows of a weight's gradient computed at once, so that there is no second fp32 copy of all of it."""

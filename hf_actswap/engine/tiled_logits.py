@@ -44,8 +44,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..plan.actions import Tile
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from ..plan.wrappers import FSDP2_METHOD
+from .call_state import CallState
 from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
-from .replay import CallState
 from .tiled_calls import (
     AUTO_LEAST_TOKENS,
     Exchangeable,

@@ -1,8 +1,8 @@
 """Compares what recomputation rebuilds with what forward had, by checksums that are made on the device.
 
 Recomputation is right if a piece of the model that runs again does the same as before. What it reads is
-restored (`engine.replay`), but no rule knows all that a model's code reads: objects in its attributes,
-globals, files, a kernel whose results depend on timing. So the first step under a plan tests it
+restored (`module_state`, `call_state`), but no rule knows all that a model's code reads: objects in its
+attributes, globals, files, a kernel whose results depend on timing. So the first step under a plan tests it
 (``memory.verify``): a checksum of each tensor that will be dropped is made in forward, and one of the rebuilt
 tensor in backward. The host compares them once, when the next forward starts.
 
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +36,35 @@ _MOST_ROWS = 16_384
 
 _FACTOR = 0x1E3779B97F4A7C15
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
+
+
+class RecomputeError(RuntimeError):
+    """What runs again in backward cannot, or did not save the same tensors as in forward."""
+
+
+SAME = "it must do the same work each time (data-dependent control flow? a changed module?)"
+
+
+class SavedForm(NamedTuple):
+    """What a tensor that is rebuilt in backward was in forward; ``compare`` as `Verifier.of_call` has it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    compare: Compare | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, expect: Expect | None) -> SavedForm:
+        return cls(tensor.shape, tensor.dtype, None if expect is None else expect(tensor))
+
+    def check(self, rebuilt: torch.Tensor, name: str, index: int) -> None:
+        """Raise `RecomputeError` if ``rebuilt``, saved tensor ``index`` of ``name``, is of another form."""
+        if (rebuilt.shape, rebuilt.dtype) != (self.shape, self.dtype):
+            raise RecomputeError(
+                f"{name}: run again, saved tensor {index} is {list(rebuilt.shape)} {rebuilt.dtype}; "
+                f"in forward it was {list(self.shape)} {self.dtype}"
+            )
+        if self.compare is not None:
+            self.compare(rebuilt)
 
 
 class Verifier:

@@ -59,8 +59,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..config.sizes import gib_text
 from ..engine.agreement import world_size
+from ..engine.call_state import random_state, set_random_state
 from ..engine.hook_wrappers import Undo, Wrapper, replace_call, replace_forward
-from ..engine.replay import random_state, set_random_state
 from ..engine.swapped_storages import EvictableTensors
 from ..errors import ActSwapError, Problem, short_traceback
 from ..plan.dry_run import is_dry

@@ -41,8 +41,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..engine import AppliedPlan
+from ..engine.autograd_state import running_backward
+from ..engine.call_state import CallState
 from ..engine.hook_wrappers import Undo, Wrapper, entries_to, replace_outermost_calls
-from ..engine.replay import CallState, running_backward
 from ..engine.tiled_calls import Exchangeable, first_order_only, zero_sum
 from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from hf_actswap.engine.replay import (
+from hf_actswap.engine.autograd_state import (
     function_mode_is_innermost,
     packing_node_number,
     pop_leaked_hooks,

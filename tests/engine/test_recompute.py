@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine.replay import RecomputeError
+from hf_actswap.engine.verify import RecomputeError
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import Link, PageableSlabs, host_budget, record_saved
-from hf_actswap.engine.replay import next_node_number
+from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.schedule import OperatorClock
 from hf_actswap.engine.swapped_storages import CheckpointInputs
 from hf_actswap.plan import PlanRow, Windows, swapped_bytes

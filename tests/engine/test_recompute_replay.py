@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_actswap import apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import install
-from hf_actswap.engine.replay import RecomputeError
+from hf_actswap.engine.verify import RecomputeError
 from hf_actswap.plan import ModelStructure
 from hf_actswap.plan.op_facts import (
     RANDOM_FUNCTIONS,

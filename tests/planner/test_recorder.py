@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_actswap import model_structure
 from hf_actswap.engine import BlockingTransfer, record_saved
-from hf_actswap.engine.replay import running_node_number
+from hf_actswap.engine.autograd_state import running_node_number
 from hf_actswap.engine.tickets import Ticket, keep
 from hf_actswap.plan.forward_recorder import ForwardRecorder
 from hf_actswap.plan.op_facts import computes, is_collective

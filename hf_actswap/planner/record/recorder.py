@@ -33,11 +33,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from ...engine.frozen_weights import FrozenWeights, weights_of
-from ...engine.hook_wrappers import entries, wrap_call, wrap_outermost_calls
-from ...engine.link import Link
-from ...engine.owners import inner_tensors
-from ...engine.replay import (
+from ...engine.autograd_state import (
     function_mode_is_innermost,
     next_node_number,
     packing_node_number,
@@ -45,6 +41,10 @@ from ...engine.replay import (
     running_backward,
     running_node_number,
 )
+from ...engine.frozen_weights import FrozenWeights, weights_of
+from ...engine.hook_wrappers import entries, wrap_call, wrap_outermost_calls
+from ...engine.link import Link
+from ...engine.owners import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
 from ...engine.transfer import Stamp, Transfer
 from ...interrupts import uninterrupted

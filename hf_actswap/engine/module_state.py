@@ -1,6 +1,6 @@
-"""Saves and restores what a call reads beside its arguments, to run it again, and reads autograd's state.
+"""Saves and restores what modules hold and a call of them reads beside its arguments, to run it again.
 
-Beside autocast and random numbers, a program may change between a forward and its backward:
+A program may change between a forward and its backward:
 
 * **Weights** (an optimizer step too early). Autograd raises an error when it meets a saved tensor that was
   written in place. A module that runs again has saved none, so versions are compared here.
@@ -8,9 +8,6 @@ Beside autocast and random numbers, a program may change between a forward and i
   others steer activations.
 * **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
   it was (prefix tuning; a call with ``use_cache``).
-* **Settings of the process** by which PyTorch chooses kernels (`sdpa_kernel`, deterministic algorithms),
-  function modes (``with torch.device(...)``) and context variables, which a ``with`` around the forward alone
-  has set.
 * **Attributes of modules**, and the modules in them: the active adapter, its scaling, ``training``, which
   parameters are trained. And what a forward counts or collects in them must not be counted twice.
 * **Buffers**, of the piece and of the model around it. A forward may write them (running statistics): run
@@ -19,13 +16,7 @@ Beside autocast and random numbers, a program may change between a forward and i
   its forward, or that its functions get in its first call.
 
 All of these are restored for the time of the run, so that it is exact; what is written since and cannot be
-restored (weights) is an error.
-
-All that the engine reads of autograd's private state is here. Verified on torch 2.11 to 2.13;
-`tests/engine/test_autograd_state.py` fails loudly if a release changes it. A node's *number* is its sequence
-number: autograd counts nodes per thread in order of creation and runs them in descending order. A saved
-tensor is packed while its node is being built, after the node has taken its number, so the counter is then
-one past it.
+restored (weights) is an error. The state of the process is `call_state`'s.
 """
 
 from __future__ import annotations
@@ -35,228 +26,24 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import copy_context
-from functools import partial
-from itertools import islice
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as every_module
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..plan.actions import Scope
 from ..plan.generators import GeneratorState, default_states, held_generators, is_generator, state_of
 from ..plan.opnames import function_name
-from ..plan.program_state import PACKAGE, put_back
+from ..plan.program_state import put_back
 from .hook_wrappers import ReplacedMethod
-from .stats import Counters
 from .tickets import StaleTensorError
-from .verify import Compare, Expect, Verifier
-
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node will get."""
-_running_node: Callable[[], Any] = torch._C._current_autograd_node
-running_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that runs on this thread; a backward inside another has a number of its own."""
-
-
-def packing_node_number() -> int:
-    """Return the number of the node whose tensors are being packed (or of the node built last)."""
-    return next_node_number() - 1
-
-
-def made_by_packing_node(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is an output of the node that is saving it."""
-    node: Any = tensor.grad_fn
-    return node is not None and int(node._sequence_nr()) == packing_node_number()
-
-
-def running_node_number() -> int | None:
-    """Return the number of the node that backward is running on this thread; ``None`` outside backward."""
-    node = _running_node()
-    return None if node is None else node._sequence_nr()
-
-
-def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
-    """Pop the saved-tensor hooks of ``pack`` if this thread has them; return whether it did. Others stay.
-
-    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks, so ours were not popped. A
-    checkpoint of PyTorch 2.11 leaves its own hooks above them until the traceback is freed, and then pops
-    one.
-    """
-    state = torch._C._autograd
-    above = []
-    while (top := state._top_saved_tensors_default_hooks(True)) is not None:
-        state._pop_saved_tensors_default_hooks()
-        if top[0] == pack:
-            break
-        above.append(top)
-    for hooks in reversed(above):
-        state._push_saved_tensors_default_hooks(*hooks)
-    return top is not None
-
-
-def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
-    stack = _get_current_function_mode_stack()
-    return bool(stack) and stack[-1] is mode
-
-
-_CPU = torch.device("cpu")
 
 _Writable = tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]
 """Where a tensor is that a call may write in place: place and name; the tensor, its version, and a copy."""
-
-_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-
-RandomState = dict[torch.device, torch.Tensor]
-"""State of the default generators, by device."""
-
-
-def _matmul_precision() -> str | None:
-    """Return the precision for all devices; ``None`` if the settings of single ones say otherwise."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _set_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
-
-
-def _precision(backend: str, ops: str) -> _Setting:
-    """Return how to read and to set in which precision a backend computes in fp32."""
-    return (
-        partial(torch._C._get_fp32_precision_getter, backend, ops),
-        partial(torch._C._set_fp32_precision_setter, backend, ops),
-    )
-
-
-_MATRIX = torch.backends.cuda
-_SETTINGS: tuple[_Setting, ...] = (
-    (_MATRIX.flash_sdp_enabled, _MATRIX.enable_flash_sdp),
-    (_MATRIX.mem_efficient_sdp_enabled, _MATRIX.enable_mem_efficient_sdp),
-    (_MATRIX.math_sdp_enabled, _MATRIX.enable_math_sdp),
-    (_MATRIX.cudnn_sdp_enabled, _MATRIX.enable_cudnn_sdp),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_matmul_precision, _set_matmul_precision),
-    *(_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
-    *(_precision(backend, ops) for backend in ("cuda", "mkldnn") for ops in ("matmul", "conv", "rnn")),
-)
-"""Settings of the process by which PyTorch chooses kernels or types: how to read and to set each.
-
-The precision of all devices comes before those of single ones, which it sets too.
-"""
-
-
-def _put_settings(values: Sequence[Any]) -> None:
-    for (read, put), value in zip(_SETTINGS, values, strict=True):
-        if read() != value:
-            put(value)
-
-
-def _modes_of_the_program() -> list[TorchFunctionMode]:
-    """Return the function modes that are on, as ``with torch.device(...)`` is, but those of this package."""
-    stack: list[TorchFunctionMode] = _get_current_function_mode_stack()
-    return [mode for mode in stack if type(mode).__module__.partition(".")[0] != PACKAGE]
-
-
-class CallState:
-    """The autocast, the settings of the process, the context and the random state in which a call is made.
-
-    Args:
-        random: whether it may draw random numbers.
-        values: its arguments as a flat list; the states of generators among them are saved too.
-    """
-
-    def __init__(self, device: torch.device, random: bool, values: Iterable[object]) -> None:
-        cached = torch.is_autocast_cache_enabled()
-        self._autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
-            for kind in sorted({"cpu", device.type})
-        )
-        # Tuples: a list each for every recomputed call would have Python's garbage collector run more often.
-        self._settings = tuple([read() for read, _ in _SETTINGS])
-        self._modes = tuple(_modes_of_the_program())
-        self._context = copy_context()
-        self._device = device
-        self._random = random_state(device) if random else None
-        self._generators = tuple(
-            [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-        )
-
-    @contextmanager
-    def autocast_restored(self) -> Iterator[None]:
-        """Run under the autocast of this state."""
-        with ExitStack() as stack:
-            for kind, enabled, dtype, cached in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
-            yield
-
-    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``call`` with the context variables of this state."""
-        return self._context.copy().run(call, *args, **kwargs)
-
-    @contextmanager
-    def settings_restored(self) -> Iterator[None]:
-        """Run under the settings of the process, and the function modes, of this state."""
-        with ExitStack() as stack:
-            now = tuple([read() for read, _ in _SETTINGS])
-            if now != self._settings:
-                stack.callback(_put_settings, now)
-                _put_settings(self._settings)
-            present = _modes_of_the_program() if self._modes else []
-            for mode in self._modes:
-                if not any(mode is one for one in present):
-                    _push_mode(mode)  # its own `__enter__` would begin it anew
-                    stack.callback(_pop_mode)
-            yield
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run under this state; random numbers go on afterwards as if nothing had been drawn."""
-        with ExitStack() as stack:
-            stack.enter_context(self.settings_restored())
-            stack.enter_context(self.autocast_restored())
-            if self._random is not None:
-                stack.callback(set_random_state, random_state(self._device))
-                set_random_state(self._random)
-            for generator, before in self._generators:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(before)
-            yield
-
-
-def random_state(device: torch.device) -> RandomState:
-    """Return the state of the generators that work on ``device`` draws from: its own and the CPU's."""
-    states = {_CPU: torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def set_random_state(states: RandomState) -> None:
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Whether no random number was drawn between the two states."""
-    return all(torch.equal(state, other[device]) for device, state in one.items())
-
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward"))
@@ -729,152 +516,6 @@ class _RejectingReads(TorchFunctionMode):
             if id(value) in self._written:
                 tensor, version = self._written[id(value)]
                 raise StaleTensorError(tensor.shape, version, tensor._version, self._name_of(tensor))
-
-
-class RecomputeError(RuntimeError):
-    """What runs again in backward cannot, or did not save the same tensors as in forward."""
-
-
-SAME = "it must do the same work each time (data-dependent control flow? a changed module?)"
-
-
-class SavedForm(NamedTuple):
-    """What a tensor that is rebuilt in backward was in forward; ``compare`` as `Verifier.of_call` has it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    compare: Compare | None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, expect: Expect | None) -> SavedForm:
-        return cls(tensor.shape, tensor.dtype, None if expect is None else expect(tensor))
-
-    def check(self, rebuilt: torch.Tensor, name: str, index: int) -> None:
-        """Raise `RecomputeError` if ``rebuilt``, saved tensor ``index`` of ``name``, is of another form."""
-        if (rebuilt.shape, rebuilt.dtype) != (self.shape, self.dtype):
-            raise RecomputeError(
-                f"{name}: run again, saved tensor {index} is {list(rebuilt.shape)} {rebuilt.dtype}; "
-                f"in forward it was {list(self.shape)} {self.dtype}"
-            )
-        if self.compare is not None:
-            self.compare(rebuilt)
-
-
-@contextmanager
-def _packs_seen(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within the block call ``see`` with each tensor that autograd saves, before the hook in force is."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def seeing(tensor: torch.Tensor) -> Any:
-        see(tensor)
-        return pack(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(seeing, unpack):
-        yield
-
-
-class CheckpointedLayer:
-    """A layer that ``torch.utils.checkpoint`` runs again.
-
-    Its hooks do not see whether a layer writes into what it has saved, which autograd would reject. That is a
-    fault of the layer's code, so the first run in backward shows it: in this run versions are compared.
-
-    Attributes:
-        name: name of the layer in messages.
-        counters: where its runs in backward are counted.
-        verifier: compares what its runs in backward save with what forward saved.
-        shown: whether a run has shown that the layer does not do so.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        layer: nn.Module,
-        scope: Scope,
-        counters: Counters,
-        verifier: Verifier,
-        around: Sequence[dict[str, Any]],
-    ) -> None:
-        self.name, self.scope, self.counters, self.verifier = name, scope, counters, verifier
-        self.shown = False
-        self._facts = ModuleFacts(layer, around)
-
-    def called(self, device: torch.device, values: Sequence[Any]) -> CheckpointedCall:
-        """Return a call that begins now; ``values`` as of `CalledModule`."""
-        return CheckpointedCall(
-            self, CalledModule(self.name, self._facts, values), CallState(device, False, ())
-        )
-
-
-class CheckpointedCall:
-    """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
-
-    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_state", "_stops_early")
-
-    def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
-        self._layer, self._called, self._state, self._ran = layer, called, state, False
-        self._expected: list[SavedForm] = []
-        self._stops_early = checkpointing._enable_checkpoint_early_stop is not False
-
-    def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
-        """Return the contexts of the call, and of its run in backward."""
-        expect = self._layer.verifier.of_call((self._layer.scope, "", None))
-        noting = self._called.noting()
-        return (noting if expect is None else self._expecting(noting, expect)), self
-
-    @contextmanager
-    def _expecting(self, noting: AbstractContextManager[Any], expect: Expect) -> Iterator[None]:
-        with noting, _packs_seen(lambda tensor: self._expected.append(SavedForm.of(tensor, expect))):
-            yield
-
-    def _checked(self) -> AbstractContextManager[None]:
-        waiting = enumerate(self._expected)
-
-        def check(tensor: torch.Tensor) -> None:
-            for index, form in islice(waiting, 1):
-                form.check(tensor, self._layer.name, index)
-
-        return _packs_seen(check)
-
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the layer's forward; in backward with the context variables of the call."""
-        if self._ran:
-            self._layer.counters.recomputes += 1
-            return self._state.run(forward, *args, **kwargs)
-        self._ran = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._called.ends()
-
-    def __enter__(self) -> None:
-        self._entered = ExitStack()
-        self._entered.enter_context(self._state.settings_restored())
-        self._entered.enter_context(self._called.restored())
-        if not self._layer.shown:
-            self._entered.enter_context(self._watched())
-        if self._expected:
-            self._entered.enter_context(self._checked())
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-        # PyTorch ends the run by an exception as soon as all is there that forward saved.
-        if error == (None, None, None) and self._stops_early:
-            raise RecomputeError(f"{self._layer.name}: run again, it saved fewer tensors; {SAME}")
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        packed: list[tuple[torch.Tensor, int]] = []
-        try:
-            with _packs_seen(lambda tensor: packed.append((tensor, tensor._version))):
-                yield
-        finally:  # the run ends with an exception as soon as all tensors are there
-            written = [(tensor.shape, version, tensor._version) for tensor, version in packed]
-            packed.clear()  # nodes of this run hold the hook, and the tensors hold the nodes
-            for shape, version, now in written:
-                if now != version:
-                    raise StaleTensorError(shape, version, now, self._layer.name)
-            self._layer.shown = True
 
 
 def is_cache(value: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from ..plan.actions import Scope
 from .autograd_state import packs_seen
 from .call_state import CallState
-from .module_state import CalledModule, ModuleFacts
+from .module_state import CalledModule, ModuleFacts, Surroundings
 from .stats import Counters
 from .tickets import StaleTensorError
 from .verify import SAME, Expect, RecomputeError, SavedForm, Verifier
@@ -40,7 +40,7 @@ class CheckpointedLayer:
         scope: Scope,
         counters: Counters,
         verifier: Verifier,
-        around: Sequence[dict[str, Any]],
+        around: Surroundings,
     ) -> None:
         self.name, self.scope, self.counters, self.verifier = name, scope, counters, verifier
         self.shown = False

@@ -64,7 +64,7 @@ from .fates import KEEP, Action, FateTable, Slices
 from .forward_pass import CachedTraces, ForwardPass
 from .hook_wrappers import Undo, entries, replace_call, replace_forward, wrap_call, wrap_outermost_calls
 from .host_budget import DryRunForecast, dropped_by
-from .module_state import CalledModule, ModuleFacts, buffers_of, is_cache
+from .module_state import CalledModule, ModuleFacts, Surroundings, is_cache
 from .owners import ScopeModules
 from .plan_runtime import PlanRuntime, Resources
 from .recompute import Region
@@ -292,7 +292,7 @@ class Engine:
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
         self._verifier = Verifier(plan.verify)
-        self._buffers = buffers_of(self._root)
+        self._surroundings = Surroundings(self._root, self._layers.values())
         self._keeps_what_differs = resources.replicas is None  # else the ranks' collectives would part
         self._fates = FateTable(
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
@@ -339,7 +339,7 @@ class Engine:
         for layer in self.structure.all_layers:
             module = self._layers[layer.index]
             if layer.index in self._fates.checkpointed_layers:
-                given = layer.module_path, layer.index, self._counters, self._verifier, self._buffers
+                given = layer.module_path, layer.index, self._counters, self._verifier, self._surroundings
                 undo.append(checkpointed(uncompiled(module), *given))
             undo += self._regions.attach(layer.index, module)
             undo += self._follow_scope(module, layer.index, layer)
@@ -514,7 +514,7 @@ class Engine:
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = ScopeModules(scope, tuple(module.modules()))
-        facts = ModuleFacts(module, self._buffers)
+        facts = ModuleFacts(module, self._surroundings)
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
         compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
@@ -552,7 +552,7 @@ class Engine:
         return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
-        facts = ModuleFacts(module, self._buffers)
+        facts = ModuleFacts(module, self._surroundings)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
@@ -610,7 +610,7 @@ def checkpointed(
     scope: Scope,
     counters: Counters,
     verifier: Verifier,
-    around: Sequence[dict[str, Any]],
+    around: Surroundings,
 ) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward

@@ -9,7 +9,8 @@ A program may change between a forward and its backward:
 * **A key-value cache.** A module appends to the cache that it is given. Run again, it must find the cache as
   it was (prefix tuning; a call with ``use_cache``).
 * **Attributes of modules**, and the modules in them: the active adapter, its scaling, ``training``, which
-  parameters are trained. And what a forward counts or collects in them must not be counted twice.
+  parameters are trained. And what a forward counts or collects in them must not be counted twice; nor what
+  it counts in the model around the piece, if its first call does so.
 * **Buffers**, of the piece and of the model around it. A forward may write them (running statistics): run
   again, it must read the old values, and what it writes then is dropped.
 * **Random numbers** of NumPy and of Python, and of generators that a module holds, that are globals beside
@@ -69,20 +70,24 @@ class ModuleFacts:
         written: the buffers, and tensors among the attributes, that a call has written in place, as (id of
             the place, name).
         outside: the buffers outside of the module that a call has written, by (id of the place, name).
+        set_outside: the attributes outside of it that a first call has set, likewise.
+        filled_outside: the lists, dicts and sets outside of it that a first call has changed, likewise.
         generators: generators of random numbers that its functions were given, beside the default ones.
 
     Args:
-        around: the dicts of buffers of the whole model (`buffers_of`).
+        around: the whole model.
     """
 
-    def __init__(self, module: nn.Module, around: Sequence[dict[str, Any]]) -> None:
-        self._module, self._around = module, around
+    def __init__(self, module: nn.Module, around: Surroundings) -> None:
+        self._module, self.around = module, around
         self.modules: tuple[nn.Module, ...] = ()  # the first call looks
         self.parametrizing: list[Any] = []
         self.layout = _Layout(())
         self.held: list[Any] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.set_outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.filled_outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.written: set[tuple[int, str]] = set()
         self.generators: dict[int, torch.Generator] = {}
         self._modes: set[tuple[bool, ...]] = set()
@@ -135,11 +140,9 @@ class ModuleFacts:
     def containers(self) -> Iterator[Any]:
         """Yield the lists, dicts and sets among the attributes, and in them, but those that are data."""
         for own, name, nests in self._containers:
-            found = own.get(name)
-            if isinstance(found, _CONTAINERS) and len(found) <= _MOST_ITEMS:
-                yield found
-                if nests:
-                    yield from _items_in(found)
+            yield from _containers_in(own.get(name), nests)
+        for own, name in self.filled_outside.values():
+            yield from _containers_in(own.get(name))
 
     def held_generators(self) -> Iterator[Any]:
         """Yield the generators that functions were given, and those among the attributes."""
@@ -158,10 +161,19 @@ class ModuleFacts:
     def others(self, first: bool) -> Iterator[_Writable]:
         """Yield buffers outside of the module: of the first call all, then those that one has written."""
         own = {id(module._buffers) for module in self.modules} if first else set()
-        around = ((place, name) for place in self._around if id(place) not in own for name in place)
+        buffers = self.around.buffers
+        around = ((place, name) for place in buffers if id(place) not in own for name in place)
         for place, name in around if first else self.outside.values():
             if isinstance(tensor := place.get(name), torch.Tensor):
                 yield place, name, tensor, tensor._version, tensor.detach().clone()
+
+
+def _containers_in(value: Any, nests: bool = True) -> Iterator[Any]:
+    """Yield a value that is a container, and if it nests those in it; none that is data."""
+    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+        yield value
+        if nests:
+            yield from _items_in(value)
 
 
 def _items_in(container: Any, depth: int = 3) -> Iterator[Any]:
@@ -179,9 +191,35 @@ def _global_generators(classes: Iterable[type[nn.Module]]) -> Iterator[tuple[dic
         yield from ((names, name) for name, value in names.items() if is_generator(value))
 
 
-def buffers_of(root: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts in which the modules of a model keep their buffers."""
-    return [module._buffers for module in root.modules() if module._buffers]
+class Surroundings:
+    """The modules of a whole model: a call of one of its pieces may count or collect something in others.
+
+    Attributes:
+        buffers: the dicts in which they keep their buffers.
+
+    Args:
+        layers: a piece is taken not to set attributes in other layers than its own. Looking there too would
+            make the first step of a large model longer by hundreds of milliseconds.
+    """
+
+    def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+        modules = list(root.modules())
+        self.buffers = [module._buffers for module in modules if module._buffers]
+        self._layers = {id(module): layer for layer in layers for module in layer.modules()}
+        self._outside = [module for module in modules if id(module) not in self._layers]
+
+    def held(self, piece: nn.Module) -> tuple[_Layout, list[Any], list[tuple[dict[str, Any], str, Any, Any]]]:
+        """Return what the attributes around a piece are, and copies of the containers among them."""
+        layer = self._layers.get(id(piece), piece)
+        layout = _Layout([vars(module) for module in (*self._outside, *layer.modules())])
+        values = layout.held() or []
+        containers = [
+            (place, name, one, one.copy())
+            for place, name, value in zip(layout.of, layout.names, values, strict=True)
+            if isinstance(value, _CONTAINERS)
+            for one in _containers_in(value)
+        ]
+        return layout, values, containers
 
 
 class _NotingGenerators(TorchFunctionMode):
@@ -214,9 +252,8 @@ class CalledModule:
 
     __slots__ = (
         *("_caches_before", "_containers", "_facts", "_first", "_generators", "_held", "_hooks"),
-        *("_hooks_before", "_host", "_layout", "_modules", "_others", "_tensors", "_trained", "_values"),
-        "_versions",
-        "name",
+        *("_hooks_before", "_host", "_layout", "_modules", "_others", "_set_outside", "_tensors", "_trained"),
+        *("_surroundings", "_values", "_versions", "name"),
     )
 
     def __init__(self, name: str, facts: ModuleFacts, values: Sequence[Any] = ()) -> None:
@@ -246,6 +283,8 @@ class CalledModule:
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
         self._others = list(facts.others(self._first)) if self._first or facts.outside else []
+        self._set_outside = [(place, name, _item(place, name)) for place, name in facts.set_outside.values()]
+        self._surroundings = facts.around.held(self._modules[0]) if self._first else None
         self._generators = [(one, state_of(one)) for one in facts.held_generators()]
         self._host: list[GeneratorState] | None = default_states()
 
@@ -285,8 +324,24 @@ class CalledModule:
                 self._facts.outside[id(place), name] = place, name
                 written.append(item)
         self._tensors, self._others = written, []
+        self._note_surroundings()
         if self._host is not None and _same_default_states(self._host):
             self._host = None
+
+    def _note_surroundings(self) -> None:
+        """Note what a first call has set, or changed, in the modules around it."""
+        if self._surroundings is None:
+            return
+        (layout, values, containers), self._surroundings = self._surroundings, None
+        own, facts = {id(vars(module)) for module in self._modules}, self._facts
+        for place, name, before in layout.changed_since(values):
+            if id(place) not in own and (id(place), name) not in facts.set_outside:
+                facts.set_outside[id(place), name] = place, name
+                self._set_outside.append((place, name, before))
+        for place, name, container, items in containers:
+            if id(place) not in own and not _same_items(container, items):
+                facts.filled_outside[id(place), name] = place, name
+                self._containers.append((container, items))
 
     def _tensors_before(self) -> Iterator[_Writable]:
         written = self._facts.written
@@ -336,6 +391,9 @@ class CalledModule:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
         self._layout.restore(self._values, undo)
+        for place, name, before in self._set_outside:
+            undo.callback(_put_item, place, name, _item(place, name))
+            _put_item(place, name, before)
         for place, items in self._containers:
             if not _same_items(place, items):
                 undo.callback(put_back, place, place.copy())
@@ -385,7 +443,7 @@ class _Layout:
         named = [(place, name) for place in places for name in dict.keys(place)]
         named = [(place, name) for place, name in named if name not in _OF_EVERY_MODULE]
         self._places, self._sizes = places, list(map(len, places))
-        self._of, self._names = [place for place, _ in named], [name for _, name in named]
+        self.of, self.names = [place for place, _ in named], [name for _, name in named]
 
     def held(self) -> list[Any] | None:
         """Return the values under all names; ``None``: there are other names now."""
@@ -393,46 +451,50 @@ class _Layout:
             return None
         try:
             # Not as DeepSpeed's dict of a module's weights does it, which gathers what it is asked for.
-            return list(map(dict.__getitem__, self._of, self._names))
+            return list(map(dict.__getitem__, self.of, self.names))
         except KeyError:
             return None
 
+    def changed_since(self, held: Sequence[Any]) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return where the program's own values are not the very ones of ``held``, which come third."""
+        now = self.held()
+        if now is not None:
+            if all(map(operator.is_, now, held)):
+                return []
+            pairs: Iterable[Any] = zip(self.of, self.names, held, now, strict=True)
+        else:
+            before: dict[int, dict[str, Any]] = {id(place): {} for place in self._places}
+            for place, name, value in zip(self.of, self.names, held, strict=True):
+                before[id(place)][name] = value
+            pairs = (
+                (place, name, before[id(place)].get(name, _ABSENT), _item(place, name))
+                for place in self._places
+                for name in before[id(place)] | dict(dict.items(place))
+            )
+        return [
+            (place, name, one)
+            for place, name, one, other in pairs
+            if one is not other and _is_programs_own(name, one) and _is_programs_own(name, other)
+        ]
+
     def restore(self, held: Sequence[Any], undo: ExitStack) -> None:
         """Give the modules the very values that they had; ``undo`` gives them the present ones."""
-        now = self.held()
-        if now is not None and all(map(operator.is_, now, held)):
-            return
-        before: dict[int, dict[str, Any]] = {id(place): {} for place in self._places}
-        for place, name, value in zip(self._of, self._names, held, strict=True):
-            before[id(place)][name] = value
-        differing = self._places if now is None else _differing(self._of, now, held)
-        for place in differing:
-            _restore_items(place, before[id(place)], undo)
+        changed = self.changed_since(held)
+        for place in {id(place): place for place, *_ in changed}.values():
+            undo.callback(put_back, place, dict(dict.items(place)))
+        for place, name, value in changed:
+            _put_item(place, name, value)
 
 
-def _differing(
-    places: Sequence[dict[str, Any]], now: Sequence[Any], before: Sequence[Any]
-) -> Iterable[dict[str, Any]]:
-    found = (place for place, one, other in zip(places, now, before, strict=True) if one is not other)
-    return {id(place): place for place in found}.values()
+def _item(place: dict[str, Any], name: str) -> Any:
+    return dict.get(place, name, _ABSENT)
 
 
-def _restore_items(place: dict[str, Any], before: dict[str, Any], undo: ExitStack) -> None:
-    now = dict(dict.items(place))
-    changed = [
-        name
-        for name in before | now
-        if before.get(name, _ABSENT) is not now.get(name, _ABSENT)
-        and _is_programs_own(name, before.get(name))
-        and _is_programs_own(name, now.get(name))
-    ]
-    if changed:
-        undo.callback(put_back, place, now)
-    for name in changed:
-        if name in before:
-            place[name] = before[name]
-        else:
-            del place[name]
+def _put_item(place: dict[str, Any], name: str, value: Any) -> None:
+    if value is not _ABSENT:
+        place[name] = value
+    else:
+        place.pop(name, None)
 
 
 def _is_programs_own(name: str, value: Any) -> bool:

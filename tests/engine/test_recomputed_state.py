@@ -70,6 +70,26 @@ class Around(nn.Module):
         model.mean = model.mean * 0.9 + 1
         return y.sigmoid() * y * model.mean.item()
 
+    def _attribute_of_the_model(self, y: torch.Tensor) -> torch.Tensor:
+        (model,) = self.around
+        model.calls += 1
+        return y.sigmoid() * y * model.calls
+
+    def _new_attribute_of_a_neighbour(self, y: torch.Tensor) -> torch.Tensor:
+        norm = self.around[0].model.norm
+        norm.calls = getattr(norm, "calls", 0) + 1
+        return y.sigmoid() * y * norm.calls
+
+    def _list_of_the_model(self, y: torch.Tensor) -> torch.Tensor:
+        (model,) = self.around
+        model.seen.append(float(y.detach().sum()))
+        return y.sigmoid() * y * len(model.seen)
+
+    def _nested_in_the_model(self, y: torch.Tensor) -> torch.Tensor:
+        (model,) = self.around
+        model.counts["inner"][0]["n"] += 1
+        return y.sigmoid() * y * model.counts["inner"][0]["n"]
+
     def _counter(self, y: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return y.sigmoid() * y * self.calls
@@ -169,6 +189,7 @@ KINDS = [name.removeprefix("_") for name in vars(Around) if name.startswith("_")
 def with_mlps_around(kind: str) -> Any:
     model: Any = tiny_llama().train()
     model.register_buffer("mean", torch.zeros(()))
+    model.calls, model.seen, model.counts = 0, [], {"inner": [{"n": 0}]}
     for layer in model.model.layers:
         layer.mlp = Around(layer.mlp, model.config.hidden_size)
         layer.mlp.kind, layer.mlp.around = kind, (model,)
@@ -258,6 +279,13 @@ def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
     found += [weight.grad for weight in model.parameters() if weight.grad is not None]
     found += list(model.buffers())
     found += [torch.tensor([layer.mlp.calls, len(layer.mlp.seen)]) for layer in model.model.layers]
+    counts = [
+        model.calls,
+        len(model.seen),
+        model.counts["inner"][0]["n"],
+        getattr(model.model.norm, "calls", 0),
+    ]
+    found.append(torch.tensor(counts))
     return [*found, torch.tensor([random.random(), np.random.rand()]), torch.rand(1, generator=GENERATOR)]
 
 

@@ -140,9 +140,13 @@ class ModuleFacts:
     def containers(self) -> Iterator[Any]:
         """Yield the lists, dicts and sets among the attributes, and in them, but those that are data."""
         for own, name, nests in self._containers:
-            yield from _containers_in(own.get(name), nests)
+            found = own.get(name)
+            if isinstance(found, _CONTAINERS) and len(found) <= _MOST_ITEMS:
+                yield found
+                if nests:
+                    yield from _items_in(found)
         for own, name in self.filled_outside.values():
-            yield from _containers_in(own.get(name))
+            yield from _items_in((own.get(name),))
 
     def held_generators(self) -> Iterator[Any]:
         """Yield the generators that functions were given, and those among the attributes."""
@@ -166,14 +170,6 @@ class ModuleFacts:
         for place, name in around if first else self.outside.values():
             if isinstance(tensor := place.get(name), torch.Tensor):
                 yield place, name, tensor, tensor._version, tensor.detach().clone()
-
-
-def _containers_in(value: Any, nests: bool = True) -> Iterator[Any]:
-    """Yield a value that is a container, and if it nests those in it; none that is data."""
-    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
-        yield value
-        if nests:
-            yield from _items_in(value)
 
 
 def _items_in(container: Any, depth: int = 3) -> Iterator[Any]:
@@ -217,7 +213,7 @@ class Surroundings:
             (place, name, one, one.copy())
             for place, name, value in zip(layout.of, layout.names, values, strict=True)
             if isinstance(value, _CONTAINERS)
-            for one in _containers_in(value)
+            for one in _items_in((value,))
         ]
         return layout, values, containers
 
@@ -283,7 +279,9 @@ class CalledModule:
         self._containers = [(place, place.copy()) for place in facts.containers()]
         self._tensors = list(self._tensors_before())
         self._others = list(facts.others(self._first)) if self._first or facts.outside else []
-        self._set_outside = [(place, name, _item(place, name)) for place, name in facts.set_outside.values()]
+        self._set_outside: list[tuple[dict[str, Any], str, Any]] = []
+        for place, name in facts.set_outside.values():
+            self._set_outside.append((place, name, _item(place, name)))
         self._surroundings = facts.around.held(self._modules[0]) if self._first else None
         self._generators = [(one, state_of(one)) for one in facts.held_generators()]
         self._host: list[GeneratorState] | None = default_states()
@@ -324,15 +322,14 @@ class CalledModule:
                 self._facts.outside[id(place), name] = place, name
                 written.append(item)
         self._tensors, self._others = written, []
-        self._note_surroundings()
+        if self._surroundings is not None:
+            self._note_surroundings(*self._surroundings)
+            self._surroundings = None
         if self._host is not None and _same_default_states(self._host):
             self._host = None
 
-    def _note_surroundings(self) -> None:
+    def _note_surroundings(self, layout: _Layout, values: list[Any], containers: Iterable[Any]) -> None:
         """Note what a first call has set, or changed, in the modules around it."""
-        if self._surroundings is None:
-            return
-        (layout, values, containers), self._surroundings = self._surroundings, None
         own, facts = {id(vars(module)) for module in self._modules}, self._facts
         for place, name, before in layout.changed_since(values):
             if id(place) not in own and (id(place), name) not in facts.set_outside:
@@ -390,7 +387,8 @@ class CalledModule:
             if weight.requires_grad != trained:
                 undo.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(trained)
-        self._layout.restore(self._values, undo)
+        if changed := self._layout.changed_since(self._values):
+            _restore_items(changed, undo)
         for place, name, before in self._set_outside:
             undo.callback(_put_item, place, name, _item(place, name))
             _put_item(place, name, before)
@@ -477,13 +475,13 @@ class _Layout:
             if one is not other and _is_programs_own(name, one) and _is_programs_own(name, other)
         ]
 
-    def restore(self, held: Sequence[Any], undo: ExitStack) -> None:
-        """Give the modules the very values that they had; ``undo`` gives them the present ones."""
-        changed = self.changed_since(held)
-        for place in {id(place): place for place, *_ in changed}.values():
-            undo.callback(put_back, place, dict(dict.items(place)))
-        for place, name, value in changed:
-            _put_item(place, name, value)
+
+def _restore_items(changed: Sequence[tuple[dict[str, Any], str, Any]], undo: ExitStack) -> None:
+    """Put values back under their names; ``undo`` puts the present ones back."""
+    for place in {id(place): place for place, *_ in changed}.values():
+        undo.callback(put_back, place, dict(dict.items(place)))
+    for place, name, value in changed:
+        _put_item(place, name, value)
 
 
 def _item(place: dict[str, Any], name: str) -> Any:

@@ -18,7 +18,7 @@ from ..plan.tiles import tile_names
 from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
-from .options import AskedStep, ModelRequest, reject_quantize
+from .options import AskedStep, ModelRequest, computed_in, reject_quantize
 from .output import Answer, answer, heading, problems_document, shown_problems, titled
 from .plan import Adapters, PrepareKbit, Quantize, Shard
 from .plan_answer import fate_table, step_shape, step_table
@@ -123,7 +123,7 @@ def check(
             found.problems += error.problems
         try:
             known = ActSwapConfig() if isinstance(read, ConfigError) else read
-            with subject(asked, known) as seen:
+            with subject(computed_in(asked, shard, autocast), known) as seen:
                 _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems

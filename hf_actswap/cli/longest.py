@@ -26,8 +26,8 @@ from ..planner.states.state_bytes import state_bytes
 from ..stream import ChunkedStep, problems_of_model
 from .options import PlanRequest
 from .output import Answer, busy, heading, listed, size_text, step_ms_text, table_of
-from .plan_answer import ALONE, memory_table, step_shape
-from .plan_summary import assumptions
+from .plan_answer import memory_table, step_shape
+from .plan_summary import assumptions, times_note
 from .planned import MemoryParts, memory_in_force, memory_parts
 from .step import (
     StepShape,
@@ -159,7 +159,7 @@ class _Lengths:
                 yield heading(f"Configuration: {name}")
                 yield found[name].config
         yield from (f"Not streamed: {reason}" for reason in not_streamed)
-        yield ALONE
+        yield times_note(shape)
         yield from listed(assumptions(self._found, shape))
 
     def not_streamed(self) -> Iterator[str]:

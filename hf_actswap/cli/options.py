@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
 import typer
@@ -112,12 +112,16 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 PREDICTED = "predicted"
 """Section of a plan's file by which ``--save`` recognises its own files."""
 
-_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "shard_grad_op": 3}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """``ddp`` (nothing), ``zero1``, ``zero2``, ``zero3`` or ``fsdp``, over how many data-parallel ranks."""
+    """What data-parallel ranks shard, and how many they are.
+
+    ``ddp`` (nothing), ``zero1``, ``zero2``, ``zero3``, ``fsdp``; or ``shard_grad_op``, which is FSDP with
+    ``reshard_after_forward=False``, by the name that FSDP1 has for it.
+    """
 
     name: str
     ranks: int
@@ -126,6 +130,15 @@ class Sharding:
     def stage(self) -> int:
         """The stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
         return _STAGES[self.name]
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.name in ("fsdp", "shard_grad_op")
+
+    @property
+    def stays(self) -> bool:
+        """Whether weights that forward has gathered stay until backward."""
+        return self.name == "shard_grad_op"
 
     @property
     def state_ranks(self) -> int:
@@ -192,6 +205,14 @@ def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
         raise typer.BadParameter(
             "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
         )
+
+
+def computed_in(model: ModelRequest, sharding: Sharding | None, autocast: str | None) -> ModelRequest:
+    """Return the request for a model of the type in which FSDP gathers weights under mixed precision."""
+    if sharding is None or not sharding.is_fsdp or autocast == "none":
+        return model
+    dtype: DtypeName = "fp16" if autocast == "fp16" else "bf16"
+    return replace(model, dtype=dtype)
 
 
 @dataclass(frozen=True)

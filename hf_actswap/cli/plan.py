@@ -19,6 +19,7 @@ from .options import (
     PlanRequest,
     QuantizeName,
     Sharding,
+    computed_in,
     reject_quantize,
 )
 from .output import answer
@@ -68,7 +69,8 @@ Shard = Annotated[
     typer.Option(
         parser=Sharding.read,
         metavar="fsdp=N",
-        help="What N data-parallel ranks shard: ddp=N (nothing), zero1=N, zero2=N, zero3=N or fsdp=N.",
+        help="What N data-parallel ranks shard: ddp=N (nothing), zero1=N, zero2=N, zero3=N, fsdp=N, or "
+        "shard_grad_op=N (fsdp with reshard_after_forward=False).",
     ),
 ]
 FusedLoss = Annotated[
@@ -172,8 +174,9 @@ def plan(
     compared = _sizes(compare) if compare is not None else ()
     if save is not None:
         _reject_overwriting(save)
+    wanted = ModelRequest(model, dtype, lora, quantize, trust_remote_code, prepare_kbit)
     asked = PlanRequest(
-        model=ModelRequest(model, dtype, lora, quantize, trust_remote_code, prepare_kbit),
+        model=computed_in(wanted, shard, autocast),
         config=config,
         step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard, fused_loss),
         profile=profile,

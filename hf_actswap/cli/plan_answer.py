@@ -21,7 +21,8 @@ from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, fingerprint_of, folded_tiles
 from ..plan.tiles import SECOND_CLASS
 from ..planner.budget import BudgetError
-from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
+from ..planner.cost.exchanges import Exchanged, exchanged
+from ..planner.cost.tensor_axis import tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
 from ..report.console import folded, op_and_fate
@@ -45,6 +46,7 @@ from .plan_summary import (
     host_note,
     output_note,
     states_note,
+    times_note,
     use_line,
     verdict_of,
     weights_note,
@@ -66,6 +68,7 @@ from .step import (
     StepShape,
     bytes_by_fate,
     device_name,
+    exchanged_by,
     prediction_document,
     ranks_of_a_machine,
     saved_by_row,
@@ -74,7 +77,6 @@ from .step import (
 )
 from .subject import AnalysedModel, quantised_weights, subject, with_stored_names, with_tp
 
-ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
 _OPS = 6
 """The number of ops of a fate that the short table names."""
@@ -84,6 +86,7 @@ def _document(
     found: SearchResult, saved_to: str | None = None, recorded: ProfileFile | None = None
 ) -> dict[str, Any]:
     tiles = found.chosen_tiles
+    told = exchanged_by(found.subject, found.step, found.profile)
     return {
         "model": found.subject.document(),
         "step": found.step.document(),
@@ -101,6 +104,7 @@ def _document(
         "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
         "memory": {name: parts.document() for name, parts in found.parts.items()},
         "assumed": list(assumptions(found.subject, found.step)),
+        "data_parallel": None if told is None else asdict(told),
         "weights": {"place": found.step.weights, "why": found.weights_why},
         "saved_to": saved_to,
         "chosen_tiles": None if tiles is None else ActSwapConfig(tile_config=tiles).to_dict()["tile_config"],
@@ -133,7 +137,8 @@ def _shown(found: SearchResult, asked: PlanRequest, recorded: ProfileFile | None
         yield heading("At the peak")
         yield memory_table(found.parts)
     yield from costly_fates_note(found.steps)
-    yield ALONE if recorded is None else recorded.described()
+    told = exchanged_by(found.subject, found.step, found.profile)
+    yield times_note(found.step, told) if recorded is None else recorded.described()
     yield from listed([*assumptions(found.subject, found.step), *output_note(found), *host_note(found)])
     if asked.save is not None:
         yield f"Written to {asked.save}."
@@ -338,11 +343,9 @@ def _communication_of(found: SearchResult) -> Exchanged | None:
 def _communication_note(fabric: Fabric | None) -> str:
     if fabric is None:
         return "Of one rank. Times are computed from shapes, without communication between ranks."
-    rate = f"{fabric.bytes_per_ms / 1e6:.0f} GB/s and {fabric.latency_ms:g} ms each"
     return (
         "Of one rank. Times are computed from shapes. Comm. is a part of the step: the time of collectives "
-        f"that no product hides, at {rate} ({fabric.name} by its data sheet; not measured), all ranks in "
-        "one machine."
+        f"that no product hides, {fabric.described()}."
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from ..config import MemoryConfig
 from ..plan import MemoryPlan
 from ..planner.budget import MARGIN_SHARE, limit_bytes
+from ..planner.cost.exchanges import Exchanged
+from ..planner.record.devices import device_rates
 from .output import size_text, step_ms_text
 from .planned import (
     EVERYTHING,
@@ -235,12 +237,21 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     if step.sharding is not None:
         stage, buckets = step.sharding.stage, bucket_bytes(subject, step)
         whole = "Parts outside the layers and two layers are whole. " if stage == 3 else ""
+        whole = "All weights are whole until backward has ended. " if step.sharding.stays else whole
         whole += "Gradients of two layers are whole until they are scattered. " if stage > 1 else ""
         whole += f"DDP's buckets, {size_text(buckets)}, are counted with the weights. " if buckets else ""
         kind = f"ZeRO stage {stage}" if stage else "which shard nothing"
+        if step.in_fp32:
+            whole += (
+                "Trained weights are sharded in fp32, as Accelerate does under mixed precision. "
+                if step.sharding.is_fsdp
+                else "Of trained weights there are fp32 copies, as DeepSpeed keeps them, among the states. "
+            )
+        fabric = device_rates(step.device).fabric
+        collectives = "are not in the times" if fabric is None else f"run {fabric.described()}"
         yield (
             f"The numbers are of one of {step.sharding.ranks} ranks, {kind}. {whole}"
-            "Communication between data-parallel ranks is not in the times."
+            f"Their collectives {collectives}."
         )
     rates, ranks = rates_or_none(step.device), ranks_of_a_machine(subject, step)
     shared = None if rates is None else rates.link_of(ranks)
@@ -249,6 +260,19 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
             f"The {ranks} ranks of a machine share the rate of its memory. If all copy at once, each has "
             f"{shared.out_beside_in_bytes_per_ms / 1e6:.0f} GB/s each way."
         )
+
+
+def times_note(step: StepShape, told: Exchanged | None = None) -> str:
+    """Return what the times of a step are computed from; ``told``: what its data-parallel ranks send."""
+    source = "Times are computed from shapes and the device's rates"
+    if step.sharding is None or device_rates(step.device).fabric is None:
+        return f"{source}, without communication between ranks."
+    if told is None:
+        return f"{source}."
+    return (
+        f"{source}. A rank sends {size_text(told.sent_bytes)} to the others, in {step_ms_text(told.ms)}: "
+        f"{step_ms_text(told.added_ms)} of these are not hidden by compute, and part of the step."
+    )
 
 
 def output_note(found: SearchResult) -> Iterator[str]:

@@ -232,7 +232,8 @@ def rates_or_none(device: str) -> DeviceRates | None:
 
 def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
     """Return the optimizer's states that are in pages, by rank: they are counted on the host."""
-    return state_bytes(step.optimizer, found.model)[1] // (step.sharding.state_ranks if step.sharding else 1)
+    paged = state_bytes(step.optimizer, found.model, step.in_fp32)[1]
+    return paged // (step.sharding.state_ranks if step.sharding else 1)
 
 
 def comparison_steps(

@@ -23,6 +23,8 @@ from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import OpCall, Scope, Tile, whole_layers_again
 from ..plan.record import SavedStorage
 from ..plan.tiles import tile_ladder
+from ..planner.cost.data_axis import Unit, data_axis
+from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates
@@ -30,6 +32,7 @@ from ..planner.record.shapes import (
     Baseline,
     profile_from_shapes,
     with_baseline,
+    with_link_beside_collectives,
     with_optimizer_in_backward,
     with_weights_on_host,
 )
@@ -44,15 +47,16 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
-def step_bytes(optimizer: str | None, model: nn.Module) -> int:
-    """Return the bytes that an optimizer's step allocates and frees again.
+def step_bytes(optimizer: str | None, model: nn.Module, in_fp32: bool = False) -> int:
+    """Return the bytes that an optimizer's step allocates and frees again; ``in_fp32`` as of `state_bytes`.
 
     ``adamw_torch`` is PyTorch's AdamW with ``foreach``, which takes the roots of all second moments at once
     (``_multi_tensor_adamw``). Transformers' Adafactor has the gradient, the weight, and the update before and
     after its scaling in fp32, for one weight at a time. Fused and 8-bit optimizers need nothing of this size.
     """
     if optimizer == "adamw_torch":
-        return sum(weight.nbytes for weight in _trained(model))
+        sizes = (4 * weight.numel() if in_fp32 else weight.nbytes for weight in _trained(model))
+        return sum(sizes)
     if optimizer == "adafactor":
         return max((4 * 4 * weight.numel() for weight in _trained(model)), default=0)
     return 0
@@ -90,6 +94,15 @@ class StepShape:
     in_backward: bool = False
     states_leave: bool = False
     fused_loss: bool = False
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether the optimizer steps fp32 weights, of which half-precision ones are made for compute.
+
+        Under mixed precision Accelerate shards trained weights in fp32 for FSDP (``fsdp2_prepare_model``),
+        and DeepSpeed keeps fp32 copies (ZeRO, section 3.1).
+        """
+        return self.sharding is not None and self.sharding.stage > 0 and self.autocast is not None
 
     def described(self) -> str:
         """Return the step as one line of text."""
@@ -156,23 +169,37 @@ def profile_of(
     tiles = tuple(tiles)
     if step.fused_loss and has_loss and not any(tile.scope == "head" for tile in tiles):
         tiles = (*tiles, _fused_loss(found, step))
-    shape = (step.sequences, step.tokens, step.device, step.autocast, step.optimizer)
+    states = state_bytes(step.optimizer, found.model, step.in_fp32)[0] + _masters_bytes(found, step)
+    shape = (step.sequences, step.tokens, step.device, step.autocast, states)
     key = (*shape, tiles, has_loss, gradients_exist, workspaces)
     if key not in found.profiles:
         found.profiles[key] = _from_shapes(found, *key)
     profile = found.profiles[key]
     if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
         profile = with_baseline(profile, _baseline(found, step, profile))
-    in_step = step_bytes(step.optimizer, found.model) // (step.sharding.state_ranks if step.sharding else 1)
+    in_step = step_bytes(step.optimizer, found.model, step.in_fp32)
+    in_step //= step.sharding.state_ranks if step.sharding else 1
     profile = replace(
         profile,
         outside_base_bytes=profile.outside_base_bytes + in_step,
         link=device_rates(step.device).link_of(ranks_of_a_machine(found, step)),
     )
+    fabric, told = device_rates(step.device).fabric, exchanged_by(found, step, profile)
+    if told is not None:
+        profile = replace(profile, outside_ms=profile.outside_ms + told.added_ms)
+        if fabric is not None and fabric.to_host_too:
+            profile = with_link_beside_collectives(profile, told.forward_ms, told.backward_ms)
     if step.in_backward:
         profile = stepped_in_backward(found, step, profile)
     waiting = weights_on_host(found, step)
     return with_weights_on_host(profile, waiting) if waiting else profile
+
+
+def _masters_bytes(found: AnalysedModel, step: StepShape) -> int:
+    """Return the bytes of DeepSpeed's fp32 copies of trained weights, which are sharded as states are."""
+    if not step.in_fp32 or (step.sharding is not None and step.sharding.is_fsdp):
+        return 0
+    return sum(4 * weight.numel() for weight in _trained(found.model) if weight.dtype != torch.float32)
 
 
 def _fused_loss(found: AnalysedModel, step: StepShape) -> Tile:
@@ -195,7 +222,7 @@ def _from_shapes(
     tokens: int,
     device: str,
     autocast: AutocastName | None,
-    optimizer: PaperOptimizerName | None,
+    states_bytes: int,
     tiles: tuple[Tile, ...],
     has_loss: bool,
     gradients_exist: bool,
@@ -215,7 +242,7 @@ def _from_shapes(
                 found.shape,
                 batch,
                 device,
-                optimizer_state_bytes=state_bytes(optimizer, found.model)[0],
+                optimizer_state_bytes=states_bytes,
                 gradients_exist=gradients_exist,
                 with_workspaces=workspaces,
             )
@@ -283,6 +310,49 @@ def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[Til
     return tile_ladder(config, found.model, found.shape, 1 if replicas is None else replicas.size)
 
 
+def exchanged_by(found: AnalysedModel, step: StepShape, profile: Profile) -> Exchanged | None:
+    """Return what data-parallel ranks send in a step, whatever the plan; ``None``: none, or not known.
+
+    ``profile`` is that of the step without a plan.
+    """
+    sharding, fabric = step.sharding, device_rates(step.device).fabric
+    if sharding is None or fabric is None:
+        return None
+    kept = DTYPES[step.gradient_dtype].itemsize if step.gradient_dtype and sharding.is_fsdp else None
+
+    less = _bytes_less(found)
+
+    def unit(weights: Iterable[nn.Parameter]) -> Unit:
+        weights = list(weights)
+        trained = [weight for weight in weights if weight.requires_grad]
+        return Unit(
+            sum(weight.nbytes - less.get(id(weight), 0) for weight in weights),
+            sum(weight.nbytes for weight in trained),
+            sum(weight.numel() * (kept or weight.element_size()) for weight in trained),
+        )
+
+    layers = _layers(found)
+    inside = {id(weight) for layer in layers.values() for weight in layer.parameters()}
+    outside = unit(weight for weight in found.model.parameters() if id(weight) not in inside)
+    units = {index: unit(layer.parameters()) for index, layer in layers.items()}
+    given = units, outside, sharding.stage, sharding.stays, sharding.ranks, fabric
+    return exchanged(data_axis(profile, *given), sharding.ranks, fabric)
+
+
+def _layers(found: AnalysedModel) -> dict[Scope, nn.Module]:
+    return {layer.index: found.model.get_submodule(layer.module_path) for layer in found.shape.layers}
+
+
+def _bytes_less(found: AnalysedModel) -> dict[int, int]:
+    """Return how many bytes less the weights of quantised layers take than those of the model, by id."""
+    if found.quantize is None:
+        return {}
+    stored = _QUANTIZED[found.quantize]
+    modules = (module for layer in _layers(found).values() for module in layer.modules())
+    weights = [module.weight for module in modules if isinstance(module, QuantisedLinear)]
+    return {id(weight): weight.nbytes - stored(weight) for weight in weights}
+
+
 def bucket_bytes(found: AnalysedModel, step: StepShape) -> int:
     """Return the bytes of DDP's buckets, which hold a copy of each gradient from the start on.
 
@@ -294,34 +364,39 @@ def bucket_bytes(found: AnalysedModel, step: StepShape) -> int:
 
 def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseline:
     """Return sizes of stored weights and gradients; buffers count as weights outside the layers."""
-    less: dict[int, int] = {}
+    sharding = step.sharding or Sharding("ddp", 1)
+    less = _bytes_less(found)
     passing: dict[tuple[Scope, str], int] = {}
     passing_ms: dict[tuple[Scope, str], float] = {}
     rate = device_rates(step.device).bytes_per_ms
-    layers = {layer.index: found.model.get_submodule(layer.module_path) for layer in found.shape.layers}
+    layers = _layers(found)
     if found.quantize is not None:
         for index, layer in layers.items():
             for path, module in layer.named_modules():
                 if isinstance(module, QuantisedLinear):
-                    less[id(module.weight)] = module.weight.nbytes - _QUANTIZED[found.quantize](module.weight)
                     product = index, f"{path}.linear"  # not the casts before and after it
                     passing[product] = module.weight.nbytes
                     read_bytes = module.weight.nbytes - less[id(module.weight)]
                     passing_ms[product] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
     weight_bytes = profile.weight_bytes - sum(less.values()) + bucket_bytes(found, step)
-    scale = Fraction(1)
+    trained, scale = _trained(found.model), Fraction(1)
+    made = sum(weight.nbytes for weight in trained)
+    sharded = 4 * sum(map(torch.Tensor.numel, trained)) if step.in_fp32 and sharding.is_fsdp else made
     if step.gradient_dtype is not None:
-        trained = _trained(found.model)
-        made = sum(weight.nbytes for weight in trained)
         scale = Fraction(DTYPES[step.gradient_dtype].itemsize * sum(map(torch.Tensor.numel, trained)), made)
+    elif made:
+        scale = Fraction(sharded, made)
     return Baseline(
         layer_bytes=max(sizes),
         other_bytes=weight_bytes - sum(sizes),
         weight_bytes=weight_bytes,
+        kept_bytes=weight_bytes + sharded - made,
         gradient_scale=scale,
-        stage=step.sharding.stage if step.sharding else 0,
-        ranks=step.sharding.ranks if step.sharding else 1,
+        stage=sharding.stage,
+        ranks=sharding.ranks,
+        stays=sharding.stays,
+        summed_as_kept=sharding.is_fsdp and step.gradient_dtype is not None,
         passing=passing,
         passing_ms=passing_ms,
     )

@@ -33,6 +33,7 @@ from ..config.hub import (
 )
 from ..config.validation import Expected
 from ..errors import PlanError, Problem, short_traceback
+from .gathered import gathered_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,6 +85,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return what is known about a model without wrappers, and a batch.
 
+    The type is the one that weights compute in: FSDP may shard them in another.
+
     ``quantised``: weights that have a floating point type here, and will be stored in bits.
     """
     stored = {id(weight) for weight in quantised}
@@ -93,10 +96,12 @@ def fingerprint_of(
     known = {name: size for name in names if type(size := getattr(config, name, None)) is int}
     elements: Counter[str] = Counter()
     trained = []
-    for weight in model.parameters():
+    gathered = dict(gathered_dtypes(model))
+    for name, weight in model.named_parameters():
         trained.append(weight.requires_grad)
         if weight.is_floating_point() and id(weight) not in stored:
-            elements[str(weight.dtype).removeprefix("torch.")] += weight.numel()
+            dtype = gathered.get(name.rpartition(".")[0]) or weight.dtype
+            elements[str(dtype).removeprefix("torch.")] += weight.numel()
     family = getattr(whole, "model_type", None)
     return Fingerprint(
         family=family if isinstance(family, str) and family else None,

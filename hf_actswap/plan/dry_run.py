@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..interrupts import uninterrupted
+from .gathered import gathered_dtypes
 from .generators import default_states, held_generators, state_of
 from .opnames import EXPERTS_MODULE
 from .program_state import MAPPINGS, SEQUENCES, is_programs_own, program_unchanged, put_back
@@ -418,7 +419,7 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     is on an accelerator are taken to be there too: that is where their layer finds them.
     """
     first = next((weight.device for weight in model.parameters() if not weight.is_meta), device)
-    weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
+    weights, gathered = dict(model.named_parameters()), dict(gathered_dtypes(model))
     state: dict[str, torch.Tensor] = {}
     for name, tensor in (weights | dict(model.named_buffers())).items():
         if not _is_its_data(tensor):
@@ -520,17 +521,6 @@ def _as_taken(model: nn.Module, name: str, batch: dict[str, Any]) -> dict[str, A
     if name not in parameters and (first := next(iter(parameters), None)) is not None:
         batch = {first: batch[name], **{other: value for other, value in batch.items() if other != name}}
     return {other: value for other, value in batch.items() if other != "use_cache" or other in parameters}
-
-
-def _gathered_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield (module path, dtype to which FSDP2 casts the module's own parameters; ``None``: no cast)."""
-    nearest: dict[str, torch.dtype | None] = {}
-    for name, module in model.named_modules():
-        dtype = nearest.get(name.rpartition(".")[0]) if name else None
-        if hasattr(module, "_get_fsdp_state"):
-            dtype = getattr(getattr(module._get_fsdp_state(), "_mp_policy", None), "param_dtype", None)
-        nearest[name] = dtype
-        yield name, dtype
 
 
 def _place(tensor: torch.Tensor, device: torch.device) -> torch.device:

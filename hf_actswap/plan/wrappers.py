@@ -4,8 +4,8 @@
 ``module.compile()`` changes only how the module is called. A wrapper is recognised as a module that holds
 ``_orig_mod``, so that nothing of the compiler is imported.
 
-FSDP2's private state is read here only (written for PyTorch 2.13). Earlier versions of PyTorch have one
-group of parameters for each module, later ones several.
+FSDP2's private state is read here and in `gathered` only (written for PyTorch 2.13). Earlier versions of
+PyTorch have one group of parameters for each module, later ones several.
 
 `GradientCheckpointingLayer` hands a layer's call to ``torch.utils.checkpoint`` if the layer's flag is set.
 Such a layer saves nothing but its input, and a plan can swap that input.

@@ -56,7 +56,8 @@ from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .planning import found_by_rank_0
 from .profile import Profile
-from .record.devices import known_device_or_default
+from .record.devices import device_rates, known_device_or_default
+from .record.fsdp_step import of_one_rank
 from .record.shapes import profile_from_shapes, with_weights_on_host
 from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
 from .search.find_plan import least_peak_bytes
@@ -125,8 +126,8 @@ class StepOnPaper:
     def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile | None:
         """Return the profile of the last micro-batch of a step, with the tiles that are on the model.
 
-        ``None``: weights are sharded, or the model does not run on fake tensors. ``args`` and ``kwargs`` are
-        those of the coming forward.
+        ``None``: how weights are sharded is not known, or the model does not run on fake tensors. ``args``
+        and ``kwargs`` are those of the coming forward.
         """
         self.forward_starts(self._root, args, kwargs)
         return _on_own_thread(lambda: self._profile(self._micro_batches > 1))
@@ -210,7 +211,7 @@ class StepOnPaper:
         return least_peak_bytes(profile, plan, limits)
 
     def _profile(self, gradients_exist: bool) -> Profile | None:
-        if self._call is None or self._structure.sharded:
+        if self._call is None:
             return None
         with _AutocastOnFakes():
             profile = profile_from_shapes(
@@ -222,6 +223,8 @@ class StepOnPaper:
                 gradients_exist=gradients_exist,
                 with_workspaces=self._workspaces,
             )
+        if self._structure.sharded:
+            return of_one_rank(profile, self._root, self._structure, device_rates(self._rates).fabric)
         streamed = weights_of(self._root)
         return profile if streamed is None else with_weights_on_host(profile, streamed.sizes_bytes)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_actswap.config.sizes import OWN_DEVICE
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, profile_from_shapes
 from hf_actswap.planner.record.shapes import Baseline, with_baseline
@@ -100,19 +101,56 @@ def test_gradients_rest_in_the_type_that_is_asked_for(at_peak: Any) -> None:
 
 
 def test_what_each_stage_shards(at_peak: Any) -> None:
-    whole, _ = at_peak()
+    """As plain bf16 training: weights, gradients and states in bf16; FSDP gathers beside the shards."""
+    bf16 = ("--autocast", "none")
+    whole, _ = at_peak(*bf16)
     states, weights = 4 * WEIGHTS, 2 * WEIGHTS + BUFFERS
     assert (whole["weights_bytes"], whole["states_bytes"]) == (weights, states)
-    gathered = 2 * OUTSIDE + BUFFERS + 2 * 2 * LAYER
-    for name, stage in (("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp", 3)):
-        parts, found = at_peak("--shard", f"{name}=8")
+    outside = 2 * OUTSIDE + BUFFERS
+    at_once = {"zero3": outside, "fsdp": outside, "shard_grad_op": weights}
+    for name, stage in (("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp", 3), ("shard_grad_op", 3)):
+        parts, found = at_peak("--shard", f"{name}=8", *bf16)
         assert parts["states_bytes"] == states // 8
-        assert parts["weights_bytes"] == (weights if stage < 3 else gathered + -(-(weights - gathered) // 8))
-        assert parts["activations_bytes"] == whole["activations_bytes"]
+        assert parts["weights_bytes"] == (weights if stage < 3 else at_once[name] + -(-weights // 8))
+        if name not in at_once or name == "shard_grad_op":  # else layers are gathered in passing
+            assert parts["activations_bytes"] == whole["activations_bytes"]
         assert (parts["gradients_bytes"] < whole["gradients_bytes"]) == (stage > 1)
         assert found["step"]["sharding"] == {"name": name, "ranks": 8}
         assert f"ZeRO stage {stage}" in found["assumed"][0]
-        assert "not in the times" in found["assumed"][0]
+        assert "fp32" not in found["assumed"][0]
+
+
+def test_mixed_precision_shards_trained_weights_in_fp32(at_peak: Any) -> None:
+    """FSDP by Accelerate: 4 bytes a weight, 8 for AdamW, a rank; DeepSpeed: 2 for all, 4 + 8 a rank."""
+    outside = 2 * OUTSIDE + BUFFERS
+    for name in ("fsdp", "zero3", "zero2"):
+        parts, found = at_peak("--shard", f"{name}=8")
+        copies = name != "fsdp"
+        assert parts["states_bytes"] == -(-(12 if copies else 8) * WEIGHTS // 8)
+        shards = -(-((2 if copies else 4) * WEIGHTS + BUFFERS) // 8)
+        assert parts["weights_bytes"] == (2 * WEIGHTS + BUFFERS if name == "zero2" else outside + shards)
+        said = "among the states" if copies else "sharded in fp32, as Accelerate does"
+        assert said in found["assumed"][0]
+    for asked in ((), ("--dtype", "fp32")):  # which FSDP gathers in the type of mixed precision
+        assert at_peak("--shard", "fsdp=8", *asked)[0] == at_peak("--shard", "fsdp=8")[0]
+    assert at_peak("--shard", "fsdp=8", "--optimizer", "adamw_torch")[1]["ok"]
+
+
+def test_times_of_sharded_steps_count_their_collectives(run: Run, tiny: Path, at_peak: Any) -> None:
+    for device, said in (("H100", "run at 450 GB/s"), (OWN_DEVICE, "are not in the times")):
+        options = ("--shard", "fsdp=8", "--device", device)
+        _, found = at_peak(*options)
+        text = " ".join(run("plan", tiny, *STEP, *options).out.split())
+        assert f"Their collectives {said}" in found["assumed"][0]
+        assert ("part of the step" in text) == (device == "H100")
+        assert ("without communication" in text) == (device != "H100")
+    alone, found = (at_peak("--device", "H100", *asked)[1] for asked in ((), ("--shard", "fsdp=8")))
+    assert alone["data_parallel"] is None
+    told = found["data_parallel"]
+    assert told["collectives"] == 5 + 4 + 5
+    sent = 2 * WEIGHTS + 2 * 4 * LAYER + 2 * WEIGHTS
+    assert told["sent_bytes"] == round(sent * 7 / 8)
+    assert 0 < told["added_ms"] < found["predicted"]["nothing"]["step_ms"]
 
 
 def test_ddp_shards_nothing_and_holds_a_copy_of_the_gradients(at_peak: Any) -> None:
@@ -130,14 +168,30 @@ def on_paper() -> tuple[Profile, Baseline]:
     batch = {name: torch.zeros((1, 8), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     layers = [sum(weight.nbytes for weight in model.model.layers[0].parameters())] * len(shape.layers)
     profile = profile_from_shapes(model, shape, batch, "H200", optimizer_state_bytes=800)
-    return profile, Baseline(layers[0], profile.weight_bytes - sum(layers), profile.weight_bytes)
+    weights = profile.weight_bytes
+    return profile, Baseline(layers[0], weights - sum(layers), weights, weights)
 
 
 def test_nothing_changes_where_nothing_rests_otherwise() -> None:
     profile, baseline = on_paper()
     assert with_baseline(profile, baseline) == profile
-    one = replace(baseline, stage=3)
-    assert measured_peak_bytes(with_baseline(profile, one)) == measured_peak_bytes(profile)
+
+
+def test_layers_are_gathered_in_passing_beside_the_shards() -> None:
+    """Also on one rank: the layer that runs and the one ahead; behind the layers, the last of them."""
+    profile, baseline = on_paper()
+    layer, outside = baseline.layer_bytes, baseline.other_bytes
+    found = with_baseline(profile, replace(baseline, stage=3))
+    assert found.weight_bytes == baseline.weight_bytes + outside
+    for before, after in zip(profile.op_events, found.op_events, strict=True):
+        inside = isinstance(before.call[0], int)
+        more = after.forward_base_bytes - before.forward_base_bytes - outside
+        assert more == (2 * layer if inside else 0)
+        if before.backward_place >= 0:
+            gradients = 0 if inside else layer
+            assert after.backward_base_bytes - before.backward_base_bytes - outside in (2 * layer, gradients)
+    stays = with_baseline(profile, replace(baseline, stage=3, stays=True))
+    assert measured_peak_bytes(stays) == measured_peak_bytes(profile) + baseline.weight_bytes
 
 
 def test_gradients_are_whole_until_they_are_scattered() -> None:
@@ -156,6 +210,9 @@ def test_gradients_are_whole_until_they_are_scattered() -> None:
     assert sharded.gradient_bytes[-1] == profile.gradient_bytes[-1] // ranks
     assert sharded.optimizer_state_bytes == 100
     assert sharded.outside_ms == profile.outside_ms / ranks
+    wide = replace(baseline, stage=3, ranks=ranks, gradient_scale=Fraction(2), summed_as_kept=True)
+    summed = with_baseline(profile, wide)  # FSDP2: layer 1's are copied into fp32 to be summed
+    assert summed.gradient_bytes[first] == outside + 2 * layer + 2 * 2 * layer // ranks
 
 
 def test_adapters_alone_are_trained(at_peak: Any) -> None:

@@ -1,9 +1,6 @@
 """Predicts the collectives of a step of a tensor-parallel model: their bytes, and how long they take.
 
-They are read off the model as `parallel` divides it; a test compares the bytes with counted ones. Time is
-that of a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"; the factors of
-``nccl-tests``): ``(n - 1) / n`` of the larger side at the rate of the fabric, twice that for an all-reduce,
-and a latency for each. All ranks are assumed to be in one machine.
+They are read off the model as `parallel` divides it; a test compares the bytes with counted ones.
 
 Where layers overlap a collective with compute, the longer of the two counts. In backward the input of
 column-parallel projections is gathered again beside the products that make its gradient, and that gradient is
@@ -15,9 +12,7 @@ other collectives, so their time is added. A `Profile` from fake tensors contain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -27,64 +22,11 @@ from ...parallel.gradients import TAG
 from ...plan.actions import Scope
 from ...plan.model_structure import LayerStructure, ModelStructure
 from ..profile import Profile
-from ..record.devices import Fabric
-
-Phase = Literal["forward", "backward", "after backward"]
-Kind = Literal["all_gather", "re-gather", "reduce_scatter", "all_reduce", "all_to_all"]
-"""``re-gather``: backward gathers once more what forward has gathered."""
+from .exchanges import Exchange
 
 _FLOAT32_BYTES = 4
 _LOSS_VALUES = 3
 """Values that the ranks' loss exchanges for each token: the largest logit, and two sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One collective over the tensor axis.
-
-    Args:
-        whole_bytes: bytes of its larger side.
-        beside_ms: time of the compute that runs meanwhile.
-    """
-
-    phase: Phase
-    kind: Kind
-    whole_bytes: int
-    beside_ms: float = 0.0
-
-    def ring_bytes(self, ranks: int) -> float:
-        """Return the bytes that one rank sends in a ring."""
-        return (2 if self.kind == "all_reduce" else 1) * self.whole_bytes * (ranks - 1) / ranks
-
-    def ms(self, ranks: int, fabric: Fabric) -> float:
-        return self.ring_bytes(ranks) / fabric.bytes_per_ms + fabric.latency_ms
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The sums over all exchanges of a step.
-
-    Args:
-        sent_bytes: bytes that one rank sends.
-        added_ms: part of that time that no compute hides.
-    """
-
-    sent_bytes: int
-    collectives: int
-    ms: float
-    added_ms: float
-
-
-def exchanged(exchanges: Iterable[Exchange], ranks: int, fabric: Fabric) -> Exchanged:
-    """Add up the exchanges of a step of ``ranks`` ranks."""
-    found = list(exchanges) if ranks > 1 else []
-    times = [item.ms(ranks, fabric) for item in found]
-    return Exchanged(
-        sent_bytes=round(sum(item.ring_bytes(ranks) for item in found)),
-        collectives=len(found),
-        ms=sum(times),
-        added_ms=sum(max(ms - item.beside_ms, 0.0) for ms, item in zip(times, found, strict=True)),
-    )
 
 
 def tensor_axis(model: nn.Module, structure: ModelStructure, profile: Profile) -> tuple[Exchange, ...]:

@@ -34,11 +34,18 @@ class Fabric:
     Args:
         bytes_per_ms: rate in one direction, half of what a data sheet gives for both.
         latency_ms: latency of one collective, assumed to be some kernel launches: no data sheet gives it.
+        to_host_too: whether it is the link to host memory too, so that collectives and copies share it.
     """
 
     name: str
     bytes_per_ms: float
     latency_ms: float = 0.02
+    to_host_too: bool = False
+
+    def described(self) -> str:
+        """Return the rate of collectives in words."""
+        rate = f"at {self.bytes_per_ms / 1e6:.0f} GB/s and {self.latency_ms:g} ms each"
+        return f"{rate} ({self.name} by its data sheet; not measured), all ranks in one machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +147,7 @@ _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
     Fabric(f"NVLink {generation}", gigabytes * 1e6 / 2)
     for generation, gigabytes in ((3, 600), (4, 900), (5, 1800))
 )
-_PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2)
+_PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2, to_host_too=True)
 _XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 """Data sheets of A100 80GB SXM (NVLink 600 GB/s), H100 and H200 SXM (900 GB/s), HGX B200 (1.8 TB/s a GPU),
 L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and

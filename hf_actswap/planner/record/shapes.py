@@ -534,6 +534,10 @@ class Baseline:
         other_bytes: bytes of all weights outside the layers.
         gradient_scale: bytes in which a complete gradient is kept, divided by those that backward makes.
         stage: stage of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
+        kept_bytes: bytes of all weights in the type in which their shards are kept.
+        stays: whether gathered weights stay until backward.
+        summed_as_kept: whether a layer's whole gradients are copied into the type in which they are kept, to
+            be summed (FSDP2's ``reduce_dtype``); else they are summed as backward makes them.
         passing: temporary bytes that the ops of a module need in addition, such as dequantised weights:
             (scope, path in the layer) -> bytes.
         passing_ms: the time that making them takes in each forward and in each backward of the module.
@@ -542,19 +546,39 @@ class Baseline:
     layer_bytes: int
     other_bytes: int
     weight_bytes: int
+    kept_bytes: int
     gradient_scale: Fraction = Fraction(1)
     stage: int = 0
     ranks: int = 1
+    stays: bool = False
+    summed_as_kept: bool = False
     passing: Mapping[tuple[Scope, str], int] = field(default_factory=dict)
     passing_ms: Mapping[tuple[Scope, str], float] = field(default_factory=dict)
 
     @property
     def running_bytes(self) -> int:
-        """Bytes of weights on the device in forward and backward: the shard, and what is gathered."""
+        """Bytes of weights on the device all through forward and backward: shards, what stays gathered.
+
+        That is what is outside the layers: in FSDP1, and in FSDP2 with Accelerate before 1.14. Later the
+        embedding leaves when it has run.
+        """
         if self.stage < 3:
             return self.weight_bytes
-        gathered = min(self.other_bytes + 2 * self.layer_bytes, self.weight_bytes)
-        return gathered + _shard(self.weight_bytes - gathered, self.ranks)
+        return self.resting_bytes + (self.weight_bytes if self.stays else self.other_bytes)
+
+    def gathered_bytes(self, scope: Scope | None) -> tuple[int, int]:
+        """Bytes of layers' weights that are gathered while a scope runs: in forward, and in backward.
+
+        A layer's own, and those that it gathers ahead. The head's backward gathers those of the last layer.
+        """
+        if self.stage < 3 or self.stays:
+            return 0, 0
+        return (2 * self.layer_bytes,) * 2 if isinstance(scope, int) else (0, self.layer_bytes)
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of weights on the device between steps."""
+        return self.weight_bytes if self.stage < 3 else _shard(self.kept_bytes, self.ranks)
 
 
 def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
@@ -571,23 +595,26 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
     op_events = tuple(
         replace(
             op_event,
-            forward_base_bytes=max(op_event.forward_base_bytes + less + passing, 0),
-            backward_base_bytes=max(op_event.backward_base_bytes + less + passing + after - before, 0)
+            forward_base_bytes=max(op_event.forward_base_bytes + less + passing + gathered[0], 0),
+            backward_base_bytes=max(
+                op_event.backward_base_bytes + less + passing + gathered[1] + after - before, 0
+            )
             if op_event.backward_place >= 0
             else op_event.backward_base_bytes,
             forward_ms=op_event.forward_ms + more_ms,
             backward_ms=op_event.backward_ms + (more_ms if op_event.backward_place >= 0 else 0),
         )
-        for op_event, before, after, passing, more_ms in zip(
+        for op_event, before, after, passing, more_ms, gathered in zip(
             profile.op_events,
             profile.gradient_bytes,
             gradients,
             (_passing(baseline, *op_event.call[:2]) for op_event in profile.op_events),
             _passing_ms(profile, baseline),
+            (baseline.gathered_bytes(op_event.call[0]) for op_event in profile.op_events),
             strict=False,
         )
     )
-    at_rest = _shard(baseline.weight_bytes, ranks if baseline.stage == 3 else 1) - profile.weight_bytes
+    at_rest = baseline.resting_bytes - profile.weight_bytes
     outside = at_rest + states - profile.optimizer_state_bytes + gradients[-1] - profile.gradient_bytes[-1]
     return replace(
         profile,
@@ -668,6 +695,25 @@ def with_link_beside_weights(profile: Profile, sizes_bytes: Mapping[Scope, int])
     return replace(profile, link=link)
 
 
+def with_link_beside_collectives(profile: Profile, forward_ms: float, backward_ms: float) -> Profile:
+    """Return the profile with the rates that collectives leave to swapped tensors on the same link.
+
+    ``forward_ms`` and ``backward_ms`` are the times of the collectives, which send and receive at once.
+    """
+    if (link := profile.link) is None:
+        return profile
+    forward = max(1 - _share(forward_ms, sum(one.forward_ms for one in profile.op_events)), _LEAST_LINK_SHARE)
+    back = max(1 - _share(backward_ms, sum(one.backward_ms for one in profile.op_events)), _LEAST_LINK_SHARE)
+    link = replace(
+        link,
+        out_bytes_per_ms=link.out_bytes_per_ms * forward,
+        in_bytes_per_ms=link.in_bytes_per_ms * back,
+        out_beside_in_bytes_per_ms=link.out_beside_in_bytes_per_ms * forward,
+        in_beside_out_bytes_per_ms=link.in_beside_out_bytes_per_ms * back,
+    )
+    return replace(profile, link=link)
+
+
 def _share(copies_ms: float, ms: float) -> float:
     return min(copies_ms / ms, 1.0) if ms > 0 else 1.0
 
@@ -737,6 +783,7 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
     if baseline.stage < 2:
         return tuple(int(size * baseline.gradient_scale) for size in profile.gradient_bytes)
     found = [0] * len(profile.gradient_bytes)
+    whole = baseline.gradient_scale if baseline.summed_as_kept else 1
     outside = own = flying = scattered = 0
     running: Scope | None = None
     numbers = Places(profile.op_events).order
@@ -745,7 +792,7 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
         if isinstance(scope, int) and scope != running:
             running, scattered, flying, own = scope, scattered + flying, own, 0
         rests = int(scattered * baseline.gradient_scale)
-        found[number] = outside + own + flying + _shard(rests, baseline.ranks)
+        found[number] = outside + own + int(flying * whole) + _shard(rests, baseline.ranks)
         made = max(profile.gradient_bytes[following] - profile.gradient_bytes[number], 0)
         if isinstance(scope, int):
             own += made

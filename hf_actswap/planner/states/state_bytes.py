@@ -69,8 +69,10 @@ _STATES: dict[str, Callable[[torch.Tensor], int]] = {
 }
 
 
-def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
+def state_bytes(optimizer: str | None, model: nn.Module, in_fp32: bool = False) -> tuple[int, int]:
     """Return the bytes of an optimizer's states for trained weights: those on the device, and paged ones.
+
+    ``in_fp32``: it is given the weights in fp32, whatever type they have in the model.
 
     An 8-bit optimizer has fp32 states for embeddings, which transformers' Trainer asks bitsandbytes for. The
     states of a paged optimizer stay on the device for tensors of fewer than 100,000 elements (bitsandbytes'
@@ -84,7 +86,8 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
         if not weight.requires_grad:
             continue
         of_8bit = optimizer.endswith("8bit") and id(weight) in embeddings
-        size_bytes = (_fp32 if of_8bit else _STATES[optimizer])(weight)
+        given = torch.empty_like(weight, dtype=torch.float32, device="meta") if in_fp32 else weight
+        size_bytes = (_fp32 if of_8bit else _STATES[optimizer])(given)
         if optimizer.startswith("paged") and weight.numel() >= _SMALL_PAGED:
             paged += size_bytes
         else:

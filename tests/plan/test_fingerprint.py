@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import hf_actswap
@@ -87,6 +91,19 @@ def test_the_same_model_in_other_clothes(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"fingerprint\.trained"):
         hf_actswap.apply(adapted, path)
     hf_actswap.apply(llama(hidden_size=64), file_of(tmp_path, Fingerprint(num_attention_heads=4))).remove()
+
+
+def test_fsdp_shards_in_another_type_than_weights_compute_in(tmp_path: Path) -> None:
+    """Under mixed precision Accelerate shards in fp32 what `hf-actswap plan` has planned in bf16."""
+    path = file_of(tmp_path, fingerprint_of(llama().bfloat16(), BATCH))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for dtype in (torch.bfloat16, None):
+            model = fully_shard(llama(), mp_policy=MixedPrecisionPolicy(dtype))
+            with nullcontext() if dtype else pytest.raises(PlanError, match=r"fingerprint\.dtype"):
+                hf_actswap.apply(model, path).remove()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_another_batch_gets_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

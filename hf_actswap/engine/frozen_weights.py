@@ -783,8 +783,6 @@ def problems_of_weights(root: nn.Module, structure: ModelStructure, on_paper: bo
         for module in layer.modules():
             for name, hint in _others(module, on_paper):
                 found.setdefault(name, hint)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in root.modules()):
-        found["FSDP"] = _SHARDED
     if weights_of(root) is not None:
         found["weights that are on the host already"] = "Call remove() on what put them there first."
     return [

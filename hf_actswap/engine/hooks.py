@@ -56,7 +56,7 @@ from ..plan.record import storage_key
 from ..plan.saved_bytes import RUN_AGAIN
 from ..plan.settle import DIFFERED, keep_what_differs, scopes_by_path, settled
 from ..plan.wrapper_rules import problems_of_checkpointing
-from ..plan.wrappers import called_modules, is_checkpointed, uncompiled
+from ..plan.wrappers import called_modules, is_checkpointed, problems_of_fsdp1, uncompiled
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks, running_backward
 from .checkpointed_layer import CheckpointedLayer
 from .compiled_regions import CompiledRegions
@@ -249,7 +249,9 @@ _LEFT_BEHIND = Problem(
 )
 
 
-def _reject_offloaded_weights(root: nn.Module) -> None:
+def _reject_weights_elsewhere(root: nn.Module) -> None:
+    if problems := problems_of_fsdp1(root):
+        raise PlanError(problems)
     names = [
         f"{path}.{name}"
         for path, module in root.named_modules()
@@ -442,7 +444,7 @@ class Engine:
         else:
             self._follow_inside()
         if self.runtime.context is None:
-            _reject_offloaded_weights(self._root)
+            _reject_weights_elsewhere(self._root)
         context, new = self.runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs, module)

@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 Attach = Callable[[], list[Callable[[], None]]]
 """Installs hooks on a model; returns functions that remove them, in order of installation."""
 
-_FSDP1 = "FullyShardedDataParallel"
-"""By its class name: importing it takes time, and FSDP2 modules are of other classes."""
-
 
 class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
@@ -323,9 +320,6 @@ def tile_parts(
             problems.append(
                 Problem(where, f"{expected}, of a layer, the final norm or the head", str(tile), hint)
             )
-    if tiles and any(type(module).__name__ == _FSDP1 for module in root.modules()):
-        expected, hint = "weights that are whole, or sharded by FSDP2", "Shard with FSDP2 (fully_shard)."
-        problems.append(Problem("tile_config", expected, f"{_FSDP1} (FSDP1)", hint))
     if problems:
         raise PlanError(problems)
     return checked_tiles(root, tiles, structure, 1 if replicas is None else replicas.size)

@@ -28,6 +28,7 @@ from .wrappers import (
     is_checkpointed,
     is_compiled,
     named_op_modules,
+    problems_of_fsdp1,
     runs_cuda_graphs,
     uncompiled,
     weights_are_gathered_again,
@@ -308,10 +309,12 @@ def model_structure(model: nn.Module) -> ModelStructure:
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
 
     Raises:
-        PlanError: no stack of layers was found.
+        PlanError: no stack of layers was found, or the model is in FSDP1.
     """
     if not isinstance(model, nn.Module):
         raise PlanError([_no_model(model)])
+    if problems := problems_of_fsdp1(model):
+        raise PlanError(problems)
     nesting = _from_wrapper_to_model(model)
     root = nesting[-1]
     stacks = _stacks(root)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import Problem
 from ..releases import checkpointing_argument
 
 _INSIDE = "_orig_mod"
@@ -68,6 +69,21 @@ def named_op_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 FSDP2_METHOD = "set_reshard_after_forward"
 """Name of a method by which a module sharded by FSDP2 is recognised, without importing FSDP2."""
+
+
+def problems_of_fsdp1(model: nn.Module) -> list[Problem]:
+    """Return why a model in FSDP1 has no plan: it keeps the fake weights of a dry run in place of its own."""
+    return [_FSDP1] if any(type(module).__name__ == _FSDP1_CLASS for module in model.modules()) else []
+
+
+_FSDP1_CLASS = "FullyShardedDataParallel"
+"""By its name: importing it takes time, and FSDP2 modules are of other classes."""
+_FSDP1 = Problem(
+    "model",
+    "weights that are whole, or sharded by FSDP2",
+    f"{_FSDP1_CLASS} (FSDP1)",
+    "Write `fsdp_version: 2` (the Trainer's fsdp_config, Accelerate's), or use fully_shard.",
+)
 
 
 def parameter_groups(module: Any) -> list[Any]:

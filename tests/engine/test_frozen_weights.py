@@ -16,7 +16,7 @@ from accelerate import dispatch_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -503,10 +503,6 @@ def _compiled() -> nn.Module:
     return model
 
 
-def _in_fsdp() -> nn.Module:
-    return FullyShardedDataParallel(lora_llama(), device_id=torch.device("cpu"), use_orig_params=True)
-
-
 def _in_fsdp2() -> nn.Module:
     model = lora_llama()
     for layer in model.base_model.model.model.layers:
@@ -563,7 +559,6 @@ def _with_weights_on_the_host() -> nn.Module:
 NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "nothing frozen": (tiny_llama, "none: all parameters of the layers are trained", "freeze it"),
     "compiled": (_compiled, "torch.compile", "Compile no"),
-    "FSDP": (_in_fsdp, "FSDP", "do not shard"),
     "FSDP2": (_in_fsdp2, "FSDP2 (fully_shard)", "do not shard"),
     "tensor parallelism": (_with_tensor_parallel_weight, "weights of class DTensor (weight)", "undivided"),
     "ZeRO-3": (_under_zero_3, "ZeRO-3", "do not shard"),

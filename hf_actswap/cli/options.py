@@ -187,6 +187,7 @@ class ModelRequest:
         lora: only adapters are trained; ``None``: all weights are.
         quantize: how the base model's linear layers are stored; ``None``: in ``dtype``.
         prepared: whether all other weights are in fp32 (PEFT's ``prepare_model_for_kbit_training``).
+        adapters_in_fp32: whether adapters beside a base in half precision compute in fp32, as by PEFT.
     """
 
     name: str
@@ -195,6 +196,7 @@ class ModelRequest:
     quantize: QuantizeName | None = None
     trust_remote_code: bool = False
     prepared: bool = False
+    adapters_in_fp32: bool = True
 
 
 def reject_quantize(model: ModelRequest, ranks: int | None) -> None:
@@ -212,7 +214,7 @@ def computed_in(model: ModelRequest, sharding: Sharding | None, autocast: str | 
     if sharding is None or not sharding.is_fsdp or autocast == "none":
         return model
     dtype: DtypeName = "fp16" if autocast == "fp16" else "bf16"
-    return replace(model, dtype=dtype)
+    return replace(model, dtype=dtype, adapters_in_fp32=False)
 
 
 @dataclass(frozen=True)

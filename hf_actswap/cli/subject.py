@@ -186,7 +186,7 @@ def model_on_meta(asked: ModelRequest) -> nn.Module:
         prepare_kbit(model, quantised)
     for linear in quantised:
         linear.__class__ = Linear8bitLt if asked.quantize == "8bit" else Linear4bit
-    return model if asked.lora is None else _adapted(model, asked.lora, meta)
+    return model if asked.lora is None else _adapted(model, asked.lora, meta, asked.adapters_in_fp32)
 
 
 def _quantised_linears(model: Any) -> list[nn.Linear]:
@@ -311,7 +311,7 @@ def _cast_without_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
-def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
+def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -333,6 +333,10 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
         raise ModelError(
             [Problem("--lora", "modules that PEFT can adapt", str(error)[:300], hint)]
         ) from error
+    if not in_fp32:
+        base_type = next(weight.dtype for weight in model.parameters() if not weight.requires_grad)
+        for weight in adapted.parameters():
+            weight.data = weight.data.to(base_type if weight.requires_grad else weight.dtype)
     adapters: Iterable[Any] = adapted.modules()
     for adapter in adapters:
         if isinstance(base := getattr(adapter, "base_layer", None), QuantisedLinear):

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..plan.actions import Tile
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
-from ..plan.wrappers import FSDP2_METHOD
+from ..plan.wrappers import frees_weights_after_its_call
 from .call_state import CallState
 from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
 from .tiled_calls import (
@@ -424,7 +424,7 @@ class _TiledHead:
 
 
 def _why_whole(head: Head) -> str:
-    if any(hasattr(type(module), FSDP2_METHOD) for module in head.module.modules()):
+    if frees_weights_after_its_call(head.module):
         return "fully_shard on the head itself frees its weight after its call"
     if any(hasattr(item, "ds_id") for item in head.module.parameters()):
         return "ZeRO-3 frees the head's weight after its call"

@@ -94,6 +94,16 @@ def parameter_groups(module: Any) -> list[Any]:
     return [group for group in (*groups, one) if group is not None]
 
 
+def frees_weights_after_its_call(module: nn.Module) -> bool:
+    """Whether FSDP2 shards weights of a module, or of one inside, and frees them when its call has ended.
+
+    With ``reshard_after_forward=False`` they stay until backward: so Accelerate divides final norm and head.
+    """
+    sharded = (inside for inside in module.modules() if hasattr(type(inside), FSDP2_METHOD))
+    groups = (group for inside in sharded for group in parameter_groups(inside))
+    return any(group.post_forward_mesh_info is not None for group in groups)
+
+
 def weights_are_gathered_again(model: nn.Module) -> bool:
     """Whether FSDP2 frees gathered weights of the model after forward, so that backward gathers them again.
 

@@ -24,7 +24,7 @@ TILES: dict[str, dict[str, Any]] = {
     "modules": {"tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm"], "tokens": 10}},
 }
 KINDS = {
-    "loss": ("ddp", "unused", "static", "fsdp2", "fsdp2 lm_head"),
+    "loss": ("ddp", "unused", "static", "fsdp2", "fsdp2 lm_head", "fsdp2 with a tail"),
     "modules": (
         *("ddp", "unused", "static", "fsdp2", "fsdp2 mlp", "fsdp2 gate_proj"),
         *("ddp unequal", "fsdp2 unequal"),
@@ -52,6 +52,8 @@ def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], 
     wrapped: nn.Module = model
     if kind.startswith("fsdp2"):
         _, _, own = kind.partition(" ")
+        if own == "with a tail":  # as Accelerate does
+            fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
         for name, part in reversed(list(model.named_modules())):  # parts before what holds them
             if part in (model, *model.model.layers) or (own and name.endswith(own)):
                 fully_shard(part)

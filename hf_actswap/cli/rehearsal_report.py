@@ -29,6 +29,8 @@ from .options import (
     PaperOptimizerName,
     PlanRequest,
     QuantizeName,
+    Sharding,
+    computed_in,
 )
 from .output import Answer, folded_by_layer, heading, listed, size_text, step_ms_text, table_of
 
@@ -111,7 +113,9 @@ def _advice_for(seen: Mapping[str, Any], options: Options) -> Answer:
     # Without activations a step needs weights, and for trained ones gradients and states.
     states = 0 if seen.get("optimizer") in ("SGD", "Adafactor") else 2
     numbers = seen.get("weights", 0) + (1 + states) * seen.get("trained", 0)
+    shards = Sharding.read(seen["sharding"]) if seen.get("sharding") else None
     resident = numbers * (4 if seen.get("dtype") == "torch.float32" else 2)
+    resident //= shards.state_ranks if shards else 1
     if resident > options.program_bytes():
         return _advice(
             [f"Weights, gradients and the optimizer's states take {size_text(resident)}. {_LARGER}"]
@@ -164,13 +168,16 @@ def _request(
     adapters, lora = seen.get("adapters"), None
     if adapters is not None and adapters["r"]:
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
-    facts, autocast = device_facts(options.device), _HALVES.get(seen.get("autocast", ""))
+    facts, autocast = device_facts(options.device), _HALVES.get(seen.get("autocast", "")) or "none"
+    shards = Sharding.read(seen["sharding"]) if seen.get("sharding") else None
     # What the device itself has for a process the planner knows better, to some MiB.
     is_smaller = options.memory_bytes() < facts.memory_bytes
     return PlanRequest(
-        model=_model(seen, folder, lora),
+        model=computed_in(_model(seen, folder, lora), shards, autocast),
         config=str(Path(folder) / _MODE),
-        step=AskedStep(seen.get("batch"), seen.get("tokens"), facts.kind, autocast, optimizer),
+        step=AskedStep(
+            seen.get("batch"), seen.get("tokens"), facts.kind, autocast, optimizer, sharding=shards
+        ),
         budget_bytes=options.program_bytes() if is_smaller else None,
     )
 

@@ -206,6 +206,7 @@ def test_each_rank_has_a_report(tmp_path: Path) -> None:
         (0, ["0"]),
         (1, ["1"]),
     ]
+    assert [process["subject"]["sharding"] for process in report["processes"]] == ["fsdp=2"] * 2
 
 
 def planned(tmp_path: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:

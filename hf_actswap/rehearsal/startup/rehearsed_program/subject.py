@@ -69,6 +69,7 @@ class Subject:
 
     def note_module(self, module: Any) -> None:
         """Note a model, if it has the configuration of one and is the largest so far."""
+        outermost = module
         while "module" in (inner := module.__dict__.get("_modules", {})) and not hasattr(module, "config"):
             module = inner["module"]  # DDP
         config: Any = getattr(module, "config", None)
@@ -77,7 +78,11 @@ class Subject:
         weights = [weight for weight in module.parameters() if weight.is_floating_point()]
         count = sum(weight.numel() for weight in weights)
         adapters = getattr(module, "peft_config", None)
-        if count < self._weights or (count == self._weights and not adapters):
+        if count < self._weights:
+            return
+        known = self._found.get("sharding") if count == self._weights else None
+        sharding = _sharding(outermost) or known  # the model inside DDP shares nothing
+        if count == self._weights and not adapters and sharding == known:
             return
         self._weights = count
         largest = max(weights, key=lambda weight: weight.numel(), default=None)
@@ -89,6 +94,7 @@ class Subject:
             "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
             "checkpointing": bool(getattr(module, "is_gradient_checkpointing", False)),
             "adapters": _adapters(adapters),
+            "sharding": sharding,
         }
 
     def note_optimizer(self, optimizer: Any) -> None:
@@ -109,6 +115,20 @@ def _optimizer_name(optimizer: Any) -> str:
     bits, paged = getattr(optimizer.args, "optim_bits", 32), getattr(optimizer, "is_paged", False)
     name = kind.__name__.lower().removeprefix("paged").removesuffix("8bit").removesuffix("32bit")
     return f"{'paged_' * paged}{name}_{bits}bit"
+
+
+def _sharding(model: Any) -> str | None:
+    """Return what data-parallel ranks share, as `hf-actswap plan --shard` takes it; ``None``: nothing."""
+    if type(model).__name__ == "DistributedDataParallel":
+        return f"ddp={model.process_group.size()}"
+    meshes = (getattr(weight, "device_mesh", None) for weight in model.parameters())
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    sharded = [one for one in model.modules() if hasattr(type(one), "set_reshard_after_forward")]
+    if mesh is None or not sharded:
+        return None
+    groups = (getattr(one._get_fsdp_state(), "_fsdp_param_group", None) for one in sharded)
+    frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
+    return f"{'fsdp' if frees else 'shard_grad_op'}={mesh.size()}"
 
 
 def _adapters(configs: Any) -> dict[str, Any] | None:

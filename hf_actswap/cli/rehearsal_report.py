@@ -168,7 +168,8 @@ def _request(
     adapters, lora = seen.get("adapters"), None
     if adapters is not None and adapters["r"]:
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
-    facts, autocast = device_facts(options.device), _HALVES.get(seen.get("autocast", "")) or "none"
+    facts = device_facts(options.device)
+    autocast = _HALVES.get(seen.get("autocast") or seen.get("gathered_in") or "") or "none"
     shards = Sharding.read(seen["sharding"]) if seen.get("sharding") else None
     # What the device itself has for a process the planner knows better, to some MiB.
     is_smaller = options.memory_bytes() < facts.memory_bytes

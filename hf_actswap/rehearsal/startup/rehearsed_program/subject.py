@@ -95,6 +95,7 @@ class Subject:
             "checkpointing": bool(getattr(module, "is_gradient_checkpointing", False)),
             "adapters": _adapters(adapters),
             "sharding": sharding,
+            "gathered_in": _gathered_in(module),
         }
 
     def note_optimizer(self, optimizer: Any) -> None:
@@ -129,6 +130,14 @@ def _sharding(model: Any) -> str | None:
     groups = (getattr(one._get_fsdp_state(), "_fsdp_param_group", None) for one in sharded)
     frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
     return f"{'fsdp' if frees else 'shard_grad_op'}={mesh.size()}"
+
+
+def _gathered_in(model: Any) -> str | None:
+    """Return the type in which FSDP2 gathers weights, which is how Accelerate has it compute, or ``None``."""
+    sharded = (one for one in model.modules() if hasattr(type(one), "set_reshard_after_forward"))
+    policies = (getattr(one._get_fsdp_state(), "_mp_policy", None) for one in sharded)
+    types = (getattr(policy, "param_dtype", None) for policy in policies)
+    return next((str(dtype) for dtype in types if dtype is not None), None)
 
 
 def _adapters(configs: Any) -> dict[str, Any] | None:

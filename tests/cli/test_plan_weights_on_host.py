@@ -149,7 +149,9 @@ def test_auto_moves_the_weights_where_nothing_fits_with_them(
 
     whole = asked("memory: {mode: adaptive}\n", 2**33)["predicted"]["recompute all"]["peak_bytes"]
     between = with_fragments(whole - 40_000)  # the host spares 63,488 bytes
-    assert not asked("memory: {mode: adaptive, weights: keep}\n", between)["ok"]
+    # With `preference: auto` they would leave too.
+    kept = "memory: {mode: adaptive, weights: keep, preference: performance}\n"
+    assert not asked(kept, between)["ok"]
     found = asked(AUTO, between)
     assert found["ok"], found
     assert found["weights"] == {"place": "host", "why": "nothing fits with them on the device"}

@@ -209,6 +209,23 @@ def test_a_sharded_model_is_computed_as_plan_computes_it(
     assert found.saved == expected.saved
 
 
+def test_replicas_of_shards_hold_what_their_group_divides(ranks: None) -> None:
+    """HSDP: two groups of two ranks."""
+    model: Any = tiny_llama()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch: dict[str, Any] = {"input_ids": torch.empty(1, 64, dtype=torch.long, device="meta")}
+    batch |= {"labels": batch["input_ids"].clone(), "use_cache": False}
+    states = 8 * sum(weight.numel() for weight in model.parameters())
+    structure = model_structure(model)
+    whole = profile_from_shapes(model, structure, batch, "A100-80", optimizer_state_bytes=states)
+    found = of_one_rank(whole, model, structure, FABRIC)
+    assert found is not None
+    assert found.optimizer_state_bytes == states // 2
+
+
 def test_other_divisions_are_not_known(ranks: None, llama: AnalysedModel) -> None:
     model: Any = tiny_llama()
     profile, fabric = profile_of(llama, STEP), FABRIC

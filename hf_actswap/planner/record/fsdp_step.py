@@ -1,7 +1,8 @@
 """Computes the step of one rank of FSDP2 from that of a whole model on fake tensors.
 
 The model is there, sharded: shards, types and groups are read off it (`plan --shard` assumes them). Each
-decoder layer must be a group of FSDP2 by itself; of other divisions nothing is known here.
+decoder layer must be a group of FSDP2 by itself; of other divisions nothing is known here. Where groups of
+ranks hold replicas (HSDP), the time of the sum over these is not counted.
 """
 
 from __future__ import annotations

@@ -315,8 +315,9 @@ def exchanged_by(found: AnalysedModel, step: StepShape, profile: Profile) -> Exc
 
     ``profile`` is that of the step without a plan.
     """
-    sharding, fabric = step.sharding, device_rates(step.device).fabric
-    if sharding is None or fabric is None:
+    if (sharding := step.sharding) is None:  # and the device may be one that was measured
+        return None
+    if (fabric := device_rates(step.device).fabric) is None:
         return None
     kept = DTYPES[step.gradient_dtype].itemsize if step.gradient_dtype and sharding.is_fsdp else None
 

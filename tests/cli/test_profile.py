@@ -97,6 +97,19 @@ def test_a_plan_is_made_of_the_times_in_the_file(run: Run, model: Path, written:
     assert "computed from shapes" not in text
 
 
+def test_a_plan_of_a_device_that_has_no_data_sheet_here(
+    run: Run, model: Path, written: tuple[Path, Any]
+) -> None:
+    path, said = written
+    other = path.with_name("other.json")
+    other.write_text(json.dumps({**json.loads(path.read_text()), "device": "NVIDIA GeForce RTX 2080"}))
+    found = run("plan", model, "--profile", other, "--budget-gib", "8", "--json").document
+    assert found["ok"], found
+    assert found["step"]["device"] == "NVIDIA GeForce RTX 2080"
+    assert found["predicted"]["nothing"]["step_ms"] == said["predicted"]["step_ms"]
+    assert found["data_parallel"] is None
+
+
 def test_what_does_not_fit_is_named(run: Run, model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = written
     wrong = ("--seq", "128", "--batch", "1", "--device", "H200", "--autocast", "bf16", "--optimizer", "none")

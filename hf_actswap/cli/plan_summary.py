@@ -204,8 +204,7 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     """Yield the assumptions about how the model is trained."""
     if any(getattr(subject.model.config, name, None) for name in ("vision_config", "audio_config")):
         yield "The step is of text alone: what images and sounds add to it is not counted."
-    gathered = step.in_fp32 and step.sharding is not None and step.sharding.is_fsdp
-    if subject.trained < subject.parameters and not gathered:
+    if subject.trained < subject.parameters and not (step.in_fp32 and step.in_fsdp):
         more = ", under autocast: without it (--autocast none) more is needed"
         inputs = "" if step.autocast is None else more
         yield f"Adapters are as PEFT makes them, in fp32 beside a base in half precision{inputs}."
@@ -245,7 +244,7 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
         if step.in_fp32:
             whole += (
                 "Trained weights are sharded in fp32, as Accelerate does under mixed precision. "
-                if step.sharding.is_fsdp
+                if step.in_fsdp
                 else "Of trained weights there are fp32 copies, as DeepSpeed keeps them, among the states. "
             )
         fabric = device_rates(step.device).fabric

@@ -232,8 +232,7 @@ def rates_or_none(device: str) -> DeviceRates | None:
 
 def paged_bytes(found: AnalysedModel, step: StepShape) -> int:
     """Return the optimizer's states that are in pages, by rank: they are counted on the host."""
-    paged = state_bytes(step.optimizer, found.model, step.in_fp32)[1]
-    return paged // (step.sharding.state_ranks if step.sharding else 1)
+    return state_bytes(step.optimizer, found.model, step.in_fp32)[1] // step.state_ranks
 
 
 def comparison_steps(

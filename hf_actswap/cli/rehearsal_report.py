@@ -113,7 +113,7 @@ def _advice_for(seen: Mapping[str, Any], options: Options) -> Answer:
     # Without activations a step needs weights, and for trained ones gradients and states.
     states = 0 if seen.get("optimizer") in ("SGD", "Adafactor") else 2
     numbers = seen.get("weights", 0) + (1 + states) * seen.get("trained", 0)
-    shards = Sharding.read(seen["sharding"]) if seen.get("sharding") else None
+    shards = _sharding(seen)
     resident = numbers * (4 if seen.get("dtype") == "torch.float32" else 2)
     resident //= shards.state_ranks if shards else 1
     if resident > options.program_bytes():
@@ -170,7 +170,7 @@ def _request(
         lora = Lora(adapters["r"], tuple(adapters["targets"]), adapters["dropout"])
     facts = device_facts(options.device)
     autocast = _HALVES.get(seen.get("autocast") or seen.get("gathered_in") or "") or "none"
-    shards = Sharding.read(seen["sharding"]) if seen.get("sharding") else None
+    shards = _sharding(seen)
     # What the device itself has for a process the planner knows better, to some MiB.
     is_smaller = options.memory_bytes() < facts.memory_bytes
     return PlanRequest(
@@ -181,6 +181,10 @@ def _request(
         ),
         budget_bytes=options.program_bytes() if is_smaller else None,
     )
+
+
+def _sharding(seen: Mapping[str, Any]) -> Sharding | None:
+    return Sharding.read(seen["sharding"]) if seen.get("sharding") else None
 
 
 def _model(seen: Mapping[str, Any], folder: str, lora: Lora | None) -> ModelRequest:

@@ -23,7 +23,7 @@ from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import OpCall, Scope, Tile, whole_layers_again
 from ..plan.record import SavedStorage
 from ..plan.tiles import tile_ladder
-from ..planner.cost.data_axis import Unit, data_axis
+from ..planner.cost.data_axis import Unit, data_axis, units_of
 from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
@@ -104,6 +104,15 @@ class StepShape:
         """
         return self.sharding is not None and self.sharding.stage > 0 and self.autocast is not None
 
+    @property
+    def in_fsdp(self) -> bool:
+        return self.sharding is not None and self.sharding.is_fsdp
+
+    @property
+    def state_ranks(self) -> int:
+        """Over how many data-parallel ranks the optimizer's states are sharded."""
+        return 1 if self.sharding is None else self.sharding.state_ranks
+
     def described(self) -> str:
         """Return the step as one line of text."""
         precision = f", {self.autocast} autocast" if self.autocast else ""
@@ -177,8 +186,7 @@ def profile_of(
     profile = found.profiles[key]
     if found.quantize is not None or step.gradient_dtype is not None or step.sharding is not None:
         profile = with_baseline(profile, _baseline(found, step, profile))
-    in_step = step_bytes(step.optimizer, found.model, step.in_fp32)
-    in_step //= step.sharding.state_ranks if step.sharding else 1
+    in_step = step_bytes(step.optimizer, found.model, step.in_fp32) // step.state_ranks
     profile = replace(
         profile,
         outside_base_bytes=profile.outside_base_bytes + in_step,
@@ -197,7 +205,7 @@ def profile_of(
 
 def _masters_bytes(found: AnalysedModel, step: StepShape) -> int:
     """Return the bytes of DeepSpeed's fp32 copies of trained weights, which are sharded as states are."""
-    if not step.in_fp32 or (step.sharding is not None and step.sharding.is_fsdp):
+    if not step.in_fp32 or step.in_fsdp:
         return 0
     return sum(4 * weight.numel() for weight in _trained(found.model) if weight.dtype != torch.float32)
 
@@ -320,7 +328,6 @@ def exchanged_by(found: AnalysedModel, step: StepShape, profile: Profile) -> Exc
     if (fabric := device_rates(step.device).fabric) is None:
         return None
     kept = DTYPES[step.gradient_dtype].itemsize if step.gradient_dtype and sharding.is_fsdp else None
-
     less = _bytes_less(found)
 
     def unit(weights: Iterable[nn.Parameter]) -> Unit:
@@ -332,10 +339,7 @@ def exchanged_by(found: AnalysedModel, step: StepShape, profile: Profile) -> Exc
             sum(weight.numel() * (kept or weight.element_size()) for weight in trained),
         )
 
-    layers = _layers(found)
-    inside = {id(weight) for layer in layers.values() for weight in layer.parameters()}
-    outside = unit(weight for weight in found.model.parameters() if id(weight) not in inside)
-    units = {index: unit(layer.parameters()) for index, layer in layers.items()}
+    units, outside = units_of(found.model, _layers(found), unit)
     given = units, outside, sharding.stage, sharding.stays, sharding.ranks, fabric
     return exchanged(data_axis(profile, *given), sharding.ranks, fabric)
 
@@ -381,23 +385,20 @@ def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseli
                     passing_ms[product] = (read_bytes + module.weight.nbytes) / rate
     sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
     weight_bytes = profile.weight_bytes - sum(less.values()) + bucket_bytes(found, step)
-    trained, scale = _trained(found.model), Fraction(1)
-    made = sum(weight.nbytes for weight in trained)
-    sharded = 4 * sum(map(torch.Tensor.numel, trained)) if step.in_fp32 and sharding.is_fsdp else made
-    if step.gradient_dtype is not None:
-        scale = Fraction(DTYPES[step.gradient_dtype].itemsize * sum(map(torch.Tensor.numel, trained)), made)
-    elif made:
-        scale = Fraction(sharded, made)
+    trained = _trained(found.model)
+    made, values = sum(weight.nbytes for weight in trained), sum(map(torch.Tensor.numel, trained))
+    sharded = 4 * values if step.in_fp32 and step.in_fsdp else made
+    kept = sharded if step.gradient_dtype is None else DTYPES[step.gradient_dtype].itemsize * values
     return Baseline(
         layer_bytes=max(sizes),
         other_bytes=weight_bytes - sum(sizes),
         weight_bytes=weight_bytes,
         kept_bytes=weight_bytes + sharded - made,
-        gradient_scale=scale,
+        gradient_scale=Fraction(kept, made) if made else Fraction(1),
         stage=sharding.stage,
         ranks=sharding.ranks,
         stays=sharding.stays,
-        summed_as_kept=sharding.is_fsdp and step.gradient_dtype is not None,
+        summed_as_kept=step.in_fsdp and step.gradient_dtype is not None,
         passing=passing,
         passing_ms=passing_ms,
     )

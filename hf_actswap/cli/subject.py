@@ -336,7 +336,8 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) 
     if not in_fp32:
         base_type = next(weight.dtype for weight in model.parameters() if not weight.requires_grad)
         for weight in adapted.parameters():
-            weight.data = weight.data.to(base_type if weight.requires_grad else weight.dtype)
+            if weight.requires_grad:
+                weight.data = weight.data.to(base_type)
     adapters: Iterable[Any] = adapted.modules()
     for adapter in adapters:
         if isinstance(base := getattr(adapter, "base_layer", None), QuantisedLinear):

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal, get_args
@@ -164,6 +165,15 @@ class Profile:
     def compute_ms(self) -> float:
         """The time of forward and backward without any policy."""
         return sum(op_event.forward_ms + op_event.backward_ms for op_event in self.op_events)
+
+    def scope_ms(self) -> tuple[Mapping[Scope | None, float], Mapping[Scope | None, float]]:
+        """Return the times of each scope in forward, and in backward; 0 for one that is not there."""
+        forward_ms: defaultdict[Scope | None, float] = defaultdict(float)
+        backward_ms: defaultdict[Scope | None, float] = defaultdict(float)
+        for op_event in self.op_events:
+            forward_ms[op_event.call[0]] += op_event.forward_ms
+            backward_ms[op_event.call[0]] += op_event.backward_ms
+        return forward_ms, backward_ms
 
     def slower(self, factor: float) -> Profile:
         """Return the profile of a device on which all but copies takes ``factor`` times as long."""

@@ -16,9 +16,10 @@ buckets are smaller than most layers.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from torch import nn
 
 from ...plan.actions import Scope
 from ..profile import Profile
@@ -32,6 +33,15 @@ class Unit(NamedTuple):
     weight_bytes: int
     trained_bytes: int
     gradient_bytes: int
+
+
+def units_of(
+    root: nn.Module, layers: Mapping[Scope, nn.Module], unit: Callable[[Iterable[nn.Parameter]], Unit]
+) -> tuple[dict[Scope, Unit], Unit]:
+    """Return the units of the layers, and that of what is outside of them; ``unit`` makes one of weights."""
+    inside = {id(weight) for layer in layers.values() for weight in layer.parameters()}
+    outside = unit(weight for weight in root.parameters() if id(weight) not in inside)
+    return {scope: unit(layer.parameters()) for scope, layer in layers.items()}, outside
 
 
 def data_axis(
@@ -52,11 +62,7 @@ def data_axis(
         stage: stage of ZeRO, 0 to 3.
         stays: whether gathered weights of layers stay until backward.
     """
-    forward_ms: defaultdict[Scope | None, float] = defaultdict(float)
-    backward_ms: defaultdict[Scope | None, float] = defaultdict(float)
-    for op_event in profile.op_events:
-        forward_ms[op_event.call[0]] += op_event.forward_ms
-        backward_ms[op_event.call[0]] += op_event.backward_ms
+    forward_ms, backward_ms = profile.scope_ms()
     if stage == 3:
         yield Exchange("forward", "all_gather", outside.weight_bytes)
         before: Scope | None = None

@@ -61,12 +61,12 @@ class Exchanged:
 def exchanged(exchanges: Iterable[Exchange], ranks: int, fabric: Fabric) -> Exchanged:
     """Add up the exchanges of a step of ``ranks`` ranks."""
     found = list(exchanges) if ranks > 1 else []
-    times = [item.ms(ranks, fabric) for item in found]
+    times = [(item, item.ms(ranks, fabric)) for item in found]
     return Exchanged(
         sent_bytes=round(sum(item.ring_bytes(ranks) for item in found)),
         collectives=len(found),
-        ms=sum(times),
-        forward_ms=sum(ms for ms, item in zip(times, found, strict=True) if item.phase == "forward"),
-        backward_ms=sum(ms for ms, item in zip(times, found, strict=True) if item.phase == "backward"),
-        added_ms=sum(max(ms - item.beside_ms, 0.0) for ms, item in zip(times, found, strict=True)),
+        ms=sum(ms for _, ms in times),
+        forward_ms=sum(ms for item, ms in times if item.phase == "forward"),
+        backward_ms=sum(ms for item, ms in times if item.phase == "backward"),
+        added_ms=sum(max(ms - item.beside_ms, 0.0) for item, ms in times),
     )

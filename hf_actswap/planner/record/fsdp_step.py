@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...plan.actions import Scope
 from ...plan.gathered import gathered_dtypes, summed_dtypes
 from ...plan.model_structure import ModelStructure
 from ...plan.wrappers import FSDP2_METHOD
-from ..cost.data_axis import Unit, data_axis
+from ..cost.data_axis import Unit, data_axis, units_of
 from ..cost.exchanges import exchanged
 from ..profile import Profile
 from .devices import Fabric
@@ -35,21 +34,16 @@ def of_one_rank(
         profile: the step computed from shapes, with whole weights, gradients and states.
         fabric: link between the ranks; ``None``: their collectives take no time.
     """
-    layers: dict[Scope, nn.Module] = {
-        layer.index: root.get_submodule(layer.module_path) for layer in structure.all_layers
-    }
-    weights = dict(root.named_parameters())
-    ranks = _ranks(weights.values())
+    layers = structure.layer_modules(root)
+    weights = list(root.parameters())
+    ranks = _ranks(weights)
     if ranks is None or not all(hasattr(type(layer), FSDP2_METHOD) for layer in layers.values()):
         return None
-    unit = _Units(root)
-    inside = {id(weight) for layer in layers.values() for weight in layer.parameters()}
-    units = {scope: unit.of(layer.parameters()) for scope, layer in layers.items()}
-    outside = unit.of(weight for weight in weights.values() if id(weight) not in inside)
+    units, outside = units_of(root, layers, _Units(root).of)
     all_units = [*units.values(), outside]
     made = sum(one.trained_bytes for one in all_units)
-    kept = sum(weight.numel() * weight.element_size() for weight in weights.values() if weight.requires_grad)
-    resting = sum(map(_local_bytes, weights.values()))
+    kept = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
+    resting = sum(map(_local_bytes, weights))
     baseline = Baseline(
         layer_bytes=max(one.weight_bytes for one in units.values()),
         other_bytes=profile.weight_bytes - sum(one.weight_bytes for one in units.values()),

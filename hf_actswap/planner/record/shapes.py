@@ -26,7 +26,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -641,11 +640,7 @@ def with_weights_on_host(profile: Profile, sizes_bytes: Mapping[Scope, int]) -> 
     forward_ms: dict[Scope | None, float] = {}
     backward_ms: dict[Scope | None, float] = {}
     if (link := profile.link) is not None:
-        ahead: defaultdict[Scope | None, float] = defaultdict(float)
-        back: defaultdict[Scope | None, float] = defaultdict(float)
-        for op_event in profile.op_events:
-            ahead[op_event.call[0]] += op_event.forward_ms
-            back[op_event.call[0]] += op_event.backward_ms
+        ahead, back = profile.scope_ms()
         copies_ms = {scope: link.in_ms(size) for scope, size in sizes_bytes.items()}
         forward_ms = _waits_ms(copies_ms, ahead)
         backward_ms = _waits_ms(dict(reversed(copies_ms.items())), back)

@@ -127,7 +127,12 @@ def _sharding(model: Any) -> str | None:
     sharded = [one for one in model.modules() if hasattr(type(one), "set_reshard_after_forward")]
     if mesh is None or not sharded:
         return None
-    groups = (getattr(one._get_fsdp_state(), "_fsdp_param_group", None) for one in sharded)
+    states = [one._get_fsdp_state() for one in sharded]
+    groups = [  # one for each module before PyTorch 2.13, several later
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    ]
     frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
     return f"{'fsdp' if frees else 'shard_grad_op'}={mesh.size()}"
 

@@ -130,11 +130,44 @@ def _looks(
     for length in _LENGTHS:
         if any(size and size % length == 0 for size in taken):
             continue
+        sizes = _Sizes(batch, length, parts)
         try:
-            return _looks_at(model, paths, structure, _Sizes(batch, length, parts)), ""
+            few = _looks_at_few(model, paths, structure, sizes)
+            return few or _looks_at(model, paths, structure, sizes), ""
         except Exception as error:  # the model's own code runs: it may raise anything
             why_not = why_not or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return {}, why_not
+
+
+def _looks_at_few(
+    model: nn.Module, paths: Sequence[str], structure: ModelStructure, sizes: _Sizes
+) -> dict[str, _ModuleFindings] | None:
+    """Return what `_looks_at` would, from a run of few of the layers that are alike; ``None``: none are."""
+    if (repeat := structure.repeat_in(model)) is None:
+        return None
+    prefix = f"{structure.path}."
+
+    def in_layer(path: str, of: Callable[[int], int]) -> str:
+        """Return a path in another layer, ``of`` its own; a path outside the decoder's layers as it is."""
+        number, dot, inside = path.removeprefix(prefix).partition(".")
+        return f"{prefix}{of(int(number))}{dot}{inside}" if path.startswith(prefix) else path
+
+    def example(layer: int) -> int:
+        return repeat.example_of(layer) if layer in repeat.left_out else layer
+
+    def sample(layer: int) -> int:
+        return layer - repeat.period if layer in range(repeat.example, repeat.left_out.start) else layer
+
+    run = {path: in_layer(path, example) for path in paths}
+    agree = {path: in_layer(path, sample) for path in run.values()}
+    with structure.without(model, repeat.left_out) as few:
+        try:
+            found = _looks_at(model, {*run.values(), *agree.values()}, few, sizes)
+        except Exception:  # the model's own code runs on fewer layers than it has
+            return None
+    if any(found[path] != found[other] for path, other in agree.items()):
+        return None
+    return {path: found[other] for path, other in run.items()}
 
 
 def _looks_at(

@@ -16,11 +16,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from hf_actswap import load_config, model_structure, resolve_plan
+from hf_actswap import PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.engine.host_budget import record_saved
-from hf_actswap.plan import ModelStructure, repeated_layers
+from hf_actswap.plan import ModelStructure, Tile, repeated_layers
 from hf_actswap.plan.repeated_layers import repeat_of
 from hf_actswap.plan.saved_bytes import SavedBytes
+from hf_actswap.plan.tiles import checked_tiles
 from hf_actswap.plan.wrappers import without_cache
 from hf_actswap.planner import Profile, profile_from_shapes
 from tests.parallel.patched_models import FAMILIES, configuration_of_depth
@@ -142,6 +143,34 @@ def test_a_few_layers_run_beside_a_loss_in_tiles(monkeypatch: pytest.MonkeyPatch
         profile = profile_from_shapes(model, structure, meta_batch(), "H100")
     assert ran == [*FEW, *FEWER]
     assert profile.num_layers == 40
+
+
+def test_tiles_are_checked_in_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep_llama(40)
+    structure = model_structure(model)
+    tiles = [Tile(layer, "mlp", 8) for layer in range(40)]
+    ran = layers_that_run(monkeypatch)
+    assert checked_tiles(model, tiles, structure) == dict.fromkeys(tiles, 1)
+    assert ran == FEW
+    mixing = [Tile(layer, "self_attn", 8) for layer in range(10, 40)]
+    with pytest.raises(PlanError, match=r"self_attn \(layers 10-39\)") as caught:
+        checked_tiles(model, [*tiles, *mixing], structure)
+    assert len(caught.value.problems) == 1
+
+
+def test_tiles_are_checked_in_all_layers_where_those_alike_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's MLP mixes tokens, by its number alone; all layers say so then, each for itself."""
+    model = deep_llama(40)
+    structure = model_structure(model)
+    forward = modeling_llama.LlamaMLP.forward
+
+    def mixes(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = forward(mlp, hidden)
+        return out - out.mean(dim=1, keepdim=True) if mlp is model.model.layers[3].mlp else out
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", mixes)
+    with pytest.raises(PlanError, match=r"mlp \(layers 3\)"):
+        checked_tiles(model, [Tile(layer, "mlp", 8) for layer in range(40)], structure)
 
 
 def half_frozen() -> nn.Module:

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ..interrupts import uninterrupted
 from .gathered import gathered_dtypes
 from .generators import default_states, held_generators, state_of
+from .op_facts import READS_DEVICE
 from .opnames import EXPERTS_MODULE
 from .program_state import MAPPINGS, SEQUENCES, is_programs_own, program_unchanged, put_back
 from .wrappers import named_op_modules
@@ -120,7 +121,6 @@ _HOOKS_OF_TRANSFORMERS = frozenset({"transformers.utils.output_capturing", "tran
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-_DEVICE = torch.ops.prim.device.default
 _VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
 """Types of arguments that go into the key of PyTorch's cache as they are."""
@@ -208,7 +208,7 @@ class _FakeTensors(FakeTensorMode):
         return False  # PyTorch's own method, called below, does; doing it twice costs time at each op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # more than half of all calls
+        if func is READS_DEVICE:
             return args[0].device
         # The balancing losses of transformers up to 5.17 count tokens per expert with `bincount` and a
         # `minlength`, of which there are then that many; in general the number depends on the values.

@@ -87,6 +87,8 @@ class ForwardRecorder(TorchFunctionMode):
         compiles: whether compiled modules run compiled: each is one op then, and nothing inside is recorded.
         parts: returns the plain tensors that a weight consists of; ``None``: the caller has marked all
             weights as unowned.
+        is_tiled: whether a module runs over tiles of the tokens. What its tiles use is not recorded, as
+            nothing of it is saved, and `enters` is not called in it.
 
     Attributes:
         layers: the record of each layer, by scope.
@@ -101,18 +103,20 @@ class ForwardRecorder(TorchFunctionMode):
         enters: Callable[[OpCall], None] | None = None,
         compiles: bool = False,
         parts: Callable[[torch.Tensor | None], Iterable[torch.Tensor]] | None = None,
+        is_tiled: Callable[[nn.Module], bool] = lambda _: False,
     ) -> None:
         super().__init__()
         self.layers = {scope: LayerRecord() for scope in attention}
         self.order = 0
         self._scopes, self._attention, self._device = scopes, attention, device
-        self._enters, self._compiles, self._parts = enters, compiles, parts
+        self._enters, self._compiles, self._parts, self._is_tiled = enters, compiles, parts, is_tiled
         self._storages: list[TrackedStorage] = []
         self._by_key: dict[int, TrackedStorage] = {}
         self._scope: OpCall = OUTSIDE
         self._layer: _LayerCall | None = None
         self._running: OpCall | None = None
         self._autocast = self._paused = False
+        self._tiled_around = 0
 
     def used(self) -> tuple[SavedStorage, ...]:
         """Return the storages that were used, in the order of their first use."""
@@ -252,10 +256,12 @@ class ForwardRecorder(TorchFunctionMode):
         return self._scope if self._layer is None else (self._scope[0], *self._layer.stack.unseen())
 
     def _arrived(self, call: OpCall | None = None) -> None:
-        if self._enters is not None:
+        if self._enters is not None and not self._tiled_around:
             self._enters(call or self._here())
 
     def _use(self, kind: UseKind, at: OpCall, tensors: Tracked) -> None:
+        if self._tiled_around and kind != "saved":
+            return
         for tensor, tracked in tensors:
             if tracked is None or not tracked.on_device:
                 continue
@@ -317,11 +323,13 @@ class ForwardRecorder(TorchFunctionMode):
                 self._use_of_module("module", call, (args, kwargs))
                 if opaque:
                     self._pause()
+                self._tiled_around += self._is_tiled(module)
 
-        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if self._layer is not None:
                 if opaque:
                     self._resume()
+                self._tiled_around -= self._is_tiled(module)
                 self._use_of_module("returned", call, output)
                 self._layer.stack.leave(call[1])
                 self._arrived()

@@ -177,6 +177,10 @@ def is_collective(op: Any) -> bool:
     return getattr(op, "namespace", "") in _COLLECTIVES
 
 
+READS_DEVICE: Any = torch.ops.prim.device.default
+"""How PyTorch asks a tensor that is not its own (a fake one) for its device: three times for each op."""
+
+
 @lru_cache(maxsize=4096)
 def computes(op: Any) -> bool:
     """Whether an op does more than return views of its arguments; higher-order ops count as such."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,34 @@ def test_predicted_peak_is_the_counted_one(tiles: str) -> None:
     for plan in plans:
         counted = counted_peak_bytes(model, plan, call)
         assert predict(profile, plan).peak_bytes == pytest.approx(counted, rel=0.02)
+
+
+def test_a_module_in_tiles_is_one_op_and_saves_its_input() -> None:
+    """In 128 tiles as in 8: what runs in a tile is not told apart, and nothing of it is saved."""
+    model = made()
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    found = []
+    for tokens in (128, 8):
+        with tiled(model, planned(model, {"tile": [{"op_name": "feed_forward", "tokens": tokens}]})):
+            found.append(profile_from_shapes(model, model_structure(model), call, "H200"))
+    eight, many = (
+        [[replace(use, version=0) for use in storage.uses] for storage in profile.saved.storages]
+        for profile in found
+    )
+    assert eight == many
+    for profile in found:
+        assert_events_partition(profile)
+        paths = [one.call[1] for one in profile.op_events if one.call[0] == 1]
+        assert [path for path in paths if path.startswith("mlp")] == ["mlp"]
+        (event,) = (one for one in profile.op_events if one.call[:2] == (1, "mlp"))
+        saved = [
+            use.producer[1]
+            for storage in profile.saved.storages
+            for use in storage.uses
+            if use.kind == "saved" and event.first_order <= use.order <= event.last_order
+        ]
+        assert saved == ["post_attention_layernorm.mul"]
 
 
 @pytest.mark.parametrize("tiles", ["loss", "mlp", "loss, mlp and a norm"])

@@ -46,12 +46,14 @@ from ...engine.hook_wrappers import entries, wrap_call, wrap_outermost_calls
 from ...engine.link import Link
 from ...engine.owners import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
+from ...engine.tiled_calls import is_tiled
 from ...engine.transfer import Stamp, Transfer
 from ...interrupts import uninterrupted
 from ...plan.forward_recorder import ForwardRecorder
 from ...plan.model_structure import ModelStructure, unwrapped
 from ...plan.op_facts import (
     RANDOM_FUNCTIONS,
+    READS_DEVICE,
     computes,
     is_collective,
     is_communication,
@@ -464,7 +466,9 @@ class StepRecorder:
             chunks,
         )
         scopes, attention = self._structure.scopes, self._structure.attention
-        self._uses = ForwardRecorder(scopes, attention, device, self._log.enters, compiles, inner_tensors)
+        self._uses = ForwardRecorder(
+            scopes, attention, device, self._log.enters, compiles, inner_tensors, is_tiled
+        )
         self._counts_gradients = gradient_bytes is not None
         reads = _reads_groups(device) if reads_groups is None else reads_groups
         self._watch = None if opaque else OpWatch(self._log, clock, reads, weights_of(self._root))
@@ -692,6 +696,8 @@ class OpWatch(StartedMode):
         kwargs = kwargs or {}
         if runs_its_own_dispatch(types):
             return NotImplemented  # the ops into which the subclass turns it are seen instead
+        if func is READS_DEVICE:
+            return args[0].device  # the modes below would be asked in turn
         if not computes(func) or (self._weights is not None and self._weights.moving):
             return func(*args, **kwargs)
         node = running_node_number()

@@ -31,6 +31,7 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import Search, find_plan
 from ..planner.search.states_place import (
+    FEW_STATES,
     WholeStep,
     faster_with_weights_on_host,
     whole_step,
@@ -315,42 +316,15 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-    search = _Search(found, step, memory, _Unplanned(profile, fixed), with_least)
-    if memory.preference != "auto":
-        return search.whole_or_in_tiles(config)
-    on_device = replace(search, memory=replace(memory, preference="performance"))
-    if memory.mode != "adaptive" or memory.optimizer_in_backward:
-        return on_device.whole_or_in_tiles(config)
-    host_bytes = None if memory.host_memory_gib is None else round(memory.host_memory_gib * GIB)
-
-    misses: list[BudgetError] = []
-
-    def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
-        bucket = memory.swap_bucket_size if swaps else 0
-        moved = replace(memory, preference="memory_saving", swap_bucket_size=bucket)
-        try:
-            found_so = replace(search, memory=moved).planned(profile, fixed)
-        except BudgetError as error:
-            misses.append(error.with_hint("That is with the optimizer's states on the host."))
-            raise
-        one, limit_bytes = found_so.prediction, found_so.allocatable_bytes
-        return found_so, with_states_in_passing(profile, one, step.micro_batches, limit_bytes)
-
-    result: SearchResult | None = None
+    chooses = memory.preference == "auto"
+    if chooses:
+        memory = replace(memory, preference="performance")
+    states_may_move = chooses and memory.mode == "adaptive" and not memory.optimizer_in_backward
+    search = _Search(found, step, memory, _Unplanned(profile, fixed), with_least, states_may_move)
     try:
-        result = on_device.whole()
+        return search.whole(profile, fixed)
     except BudgetError as error:
-        missed = error
-    own = None if result is None else WholeStep(result.prediction, result.prediction.step_ms)
-    best = with_states_on_host(profile, step.micro_batches, host_bytes, own, on_host)
-    if best is not None:
-        return _with_states_in_passing(*best, math.inf if own is None else own.ms)
-    if result is not None:
-        return result
-    try:
-        return on_device.in_more_tiles(config, missed)
-    except BudgetError as error:
-        raise min((error, *misses), key=lambda one: one.least_bytes) from None
+        return search.in_more_tiles(config, error)
 
 
 def chooses_itself(memory: MemoryConfig) -> bool:
@@ -446,6 +420,8 @@ class _Search:
 
     Args:
         unplanned: the step before the planner has added anything.
+        with_least: whether to predict the step with the least peak too.
+        states_may_move: whether the states may wait on the host although ``memory`` does not say so.
     """
 
     found: AnalysedModel
@@ -453,6 +429,7 @@ class _Search:
     memory: MemoryConfig
     unplanned: _Unplanned
     with_least: bool
+    states_may_move: bool
 
     @cached_property
     def unplanned_bytes(self) -> int:
@@ -462,16 +439,53 @@ class _Search:
     def budget_bytes(self) -> int:
         return budget_bytes(self.memory, self.unplanned.profile.device_bytes, self.unplanned_bytes)
 
-    def whole_or_in_tiles(self, config: ActSwapConfig) -> SearchResult:
-        """Search a plan of whole steps; if none fits, in more tiles than ``config`` has."""
-        try:
-            return self.whole()
-        except BudgetError as error:
-            return self.in_more_tiles(config, error)
+    def whole(self, profile: Profile, fixed: MemoryPlan) -> SearchResult:
+        """Search a plan of whole steps that keeps ``fixed``.
 
-    def whole(self) -> SearchResult:
-        """Search a plan of whole steps, in the tiles that the user wrote."""
-        return _of_whole_steps(self.planned(self.unplanned.profile, self.unplanned.written))
+        If the states may move, they wait on the host where that is faster, or where nothing fits else.
+        """
+        states, host_gib = profile.optimizer_state_bytes, self.memory.host_memory_gib
+        may_move = self.states_may_move and states > FEW_STATES * self.budget_bytes
+        result: SearchResult | None = None
+        try:  # what needs least is found with them away
+            result = _of_whole_steps(self.planned(profile, fixed, search_least=not may_move))
+        except BudgetError:
+            if not may_move:
+                raise
+        misses: list[BudgetError] = []
+
+        def on_host(swaps: bool) -> tuple[SearchResult, WholeStep]:
+            try:
+                return self._with_states_on_host(profile, fixed, swaps)
+            except BudgetError as error:
+                if swaps:
+                    misses.append(error.with_hint("That is with the optimizer's states on the host."))
+                raise
+
+        if may_move:
+            own = None if result is None else WholeStep(result.prediction, result.prediction.step_ms)
+            host_bytes = None if host_gib is None else round(host_gib * GIB)
+            best = with_states_on_host(profile, self.step.micro_batches, host_bytes, own, on_host)
+            if best is not None:
+                return _with_states_in_passing(*best, math.inf if own is None else own.ms)
+        if result is not None:
+            return result
+        for error in misses:  # many states: with them on the device more is needed
+            if self.budget_bytes < error.least_bytes < states / FEW_STATES:
+                raise error
+        try:
+            return _of_whole_steps(self.planned(profile, fixed))
+        except BudgetError as error:
+            raise min((error, *misses), key=lambda one: one.least_bytes) from None
+
+    def _with_states_on_host(
+        self, profile: Profile, fixed: MemoryPlan, swaps: bool
+    ) -> tuple[SearchResult, WholeStep]:
+        bucket = self.memory.swap_bucket_size if swaps else 0
+        moved = replace(self.memory, preference="memory_saving", swap_bucket_size=bucket)
+        found = replace(self, memory=moved).planned(profile, fixed, search_least=swaps)
+        one, limit_bytes = found.prediction, found.allocatable_bytes
+        return found, with_states_in_passing(profile, one, self.step.micro_batches, limit_bytes)
 
     def in_more_tiles(self, config: ActSwapConfig, missed: BudgetError) -> SearchResult:
         """Search in more tiles than ``config`` has, as with those nothing fits (``missed``)."""
@@ -481,7 +495,7 @@ class _Search:
             config.memory.mode != "smart_swap"
             and profile.source == "shapes"
             and step.sequences * step.tokens > AUTO_LEAST_TOKENS
-            and fits_outside_backward(profile, self.memory, allocatable)
+            and fits_outside_backward(profile, self.memory, allocatable, self.states_may_move)
         ):
             if step.fused_loss and config.tile_config.loss is None:  # it is in tiles of its own
                 config = replace(config, tile_config=replace(config.tile_config, loss="off"))
@@ -489,13 +503,16 @@ class _Search:
                 with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
                     profile = profile_of(found, step, tiled.tiles)
                 try:
-                    return _of_whole_steps(replace(self.planned(profile, tiled), chosen_tiles=tiles))
+                    return replace(self.whole(profile, tiled), chosen_tiles=tiles)
                 except BudgetError as error:
                     errors.append(error)
         raise min(errors, key=lambda error: error.least_bytes)
 
-    def planned(self, profile: Profile, fixed: MemoryPlan) -> SearchResult:
-        """Search a plan that keeps ``fixed``; ``profile`` is of the step in its tiles."""
+    def planned(self, profile: Profile, fixed: MemoryPlan, search_least: bool = True) -> SearchResult:
+        """Search a plan that keeps ``fixed``; ``profile`` is of the step in its tiles.
+
+        ``search_least`` is as of `find_plan`: without it the `BudgetError` does not say what would do.
+        """
         memory, budget = self.memory, self.budget_bytes
         allocatable = allocatable_bytes(profile, memory, budget)
         limits = limits_of(memory, allocatable, fixed.min_tensor_bytes).beside_states(profile)
@@ -504,8 +521,10 @@ class _Search:
         search = Search(profile, fixed, limits, simulator=simulator)
         try:
             with busy("search"):
-                best = search.with_curve(search.best())
+                best = search.with_curve(search.best(search_least=search_least))
         except BudgetError:
+            if not search_least:
+                raise
             least = search.least.prediction
             needed = budget_for(profile, memory, least.peak_bytes)
             error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)

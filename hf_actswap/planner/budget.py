@@ -151,9 +151,15 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
     )
 
 
-def fits_outside_backward(profile: Profile, memory: MemoryConfig, budget: int) -> bool:
-    """Return whether ``budget`` suffices outside forward and backward, where tiles change nothing."""
-    moved = profile.optimizer_state_bytes if memory.preference == "memory_saving" else 0
+def fits_outside_backward(
+    profile: Profile, memory: MemoryConfig, budget: int, states_may_move: bool = False
+) -> bool:
+    """Return whether ``budget`` suffices outside forward and backward, where tiles change nothing.
+
+    ``states_may_move``: the optimizer's states may also wait on the host where ``memory`` does not say so.
+    """
+    states_may_move |= memory.preference == "memory_saving"
+    moved = profile.optimizer_state_bytes if states_may_move else 0
     return profile.outside_base_bytes - moved <= budget
 
 

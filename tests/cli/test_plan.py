@@ -194,6 +194,34 @@ def test_tiles_are_chosen_where_nothing_else_fits(
     assert "tile_config: loss: auto Chosen because no mix of keep, swap and recompute" in shown
 
 
+def test_tiles_and_the_states_on_the_host_come_together(run: Run, tmp_path: Path) -> None:
+    """Where neither is enough; with the states on the device more is in tiles, and that is not enough."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **sizes}))
+    asked = (
+        "plan",
+        tmp_path,
+        "--seq",
+        "4k",
+        "--device",
+        "H100",
+        "--optimizer",
+        "adamw",
+        "--json",
+        "--budget",
+    )
+    found = run(*asked, "450MiB").document
+    assert found["chosen_tiles"] == {"loss": "auto"}
+    assert found["optimizer_states"]["place"] == "host"
+    assert found["predicted"]["planned"]["peak_bytes"] <= 450 * 2**20
+    more = run(*asked, "600MiB").document
+    assert (more["chosen_tiles"], more["optimizer_states"]["place"]) == ({"loss": "auto"}, "device")
+    less = run(*asked, "300MiB").document
+    (problem,) = less["problems"]
+    assert problem["hint"].endswith("That is with the optimizer's states on the host.")
+    assert "in tiles" in problem["expected"]
+
+
 @pytest.mark.parametrize(
     ("written", "tiled"),
     [("memory: {mode: smart_swap}", ""), ("tile_config: {loss: off}", ", with mlp, [a-z_, ]+ in tiles")],

@@ -129,6 +129,10 @@ _ROUNDS, _ROUNDS_OF_OTHERS, _LEAST_ROUNDS = 6, 3, 8
 _NEAR = 0.01
 """A peak this near below the budget, as a share of what a plan can change, is good enough."""
 
+_IN_REACH, _LEAST_GAIN = 1.05, 0.0025
+"""Lower peaks than the program's least one are looked for if that is at most so many times the budget, until
+a round lowers it by less than this share: they are no more than one or two percent lower."""
+
 _HASTE = (0.95, 0.8)
 """Safety factors of shorter windows, tried too if layers are compiled. Hooks are then a layer apart: a window
 that just misses one costs memory for a whole layer, a shorter one costs a wait. Both are simulated."""
@@ -194,7 +198,8 @@ def least_peak(
 ) -> Found:
     """Return the plan with the least peak that the search reaches, however long a step takes under it.
 
-    The arguments are those of `find_plan`; ``limits.device_bytes`` is ignored.
+    The arguments are those of `find_plan`; how near to ``limits.device_bytes`` it is decides how hard it is
+    looked for.
     """
     return Search(profile, fixed, limits, simulator=simulator).least
 
@@ -278,8 +283,8 @@ class Search:
 
     @cached_property
     def least(self) -> Found:
-        """The plan with the least peak, whatever a step takes: the program's own, then lower ones until
-        nothing fits.
+        """The plan with the least peak, whatever a step takes: the program's own, then lower ones if the
+        budget is not far below it.
 
         Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
         has named suffices in the next run too, although its measured times differ.
@@ -295,20 +300,22 @@ class Search:
         if (solution := self._solution(None)) is not None:
             tried += self._plans_of(solution)
         least = min(tried, key=_peak_bytes)
-        for _ in range(_LEAST_ROUNDS):
+        for _ in range(_LEAST_ROUNDS if _peak_bytes(least) <= _IN_REACH * self._limits.device_bytes else 0):
             lower = list(self._plans_near(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))
             if not lower:
                 break
-            least = min(lower, key=_peak_bytes)
+            before, least = least, min(lower, key=_peak_bytes)
+            if _peak_bytes(before) - _peak_bytes(least) < _LEAST_GAIN * _peak_bytes(before):
+                break
         return replace(least, bound_ms=0.0)
 
     def _plans_near(self, limit: int, unplanned: Found, rounds: int) -> Iterator[Found]:
         """Solve for plans whose peaks come closer and closer to the limit; yield those that fit."""
-        target, too_small = limit, 0
+        target, too_small, too_large = limit, 0, math.inf
         near = max(int((unplanned.prediction.peak_bytes - limit) * _NEAR), 1)
         seen: set[int] = set()
         for _ in range(rounds):
-            if target in seen:
+            if target in seen or target >= too_large:
                 return
             seen.add(target)
             solution = self._solution(target)
@@ -323,6 +330,8 @@ class Search:
                 yield tried
                 if -excess <= near or solution.cost_ms <= 1e-3:
                     return
+            else:
+                too_large = min(too_large, target)
             target = max(target - excess - (near // 2 if excess > 0 else 0), too_small + near)
 
     def _solution(self, device_bytes: int | None) -> Solution | None:

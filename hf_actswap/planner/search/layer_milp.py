@@ -107,9 +107,11 @@ def solve(
         program = program.with_columns(reduced)
     chosen = program.solved(bound)
     if chosen is None and program.columns < sum(len(variants) for variants in options):
-        # Options that were left out are needed.
-        program = _Program(segments, options, link, limits, device_bytes)
-        chosen = program.solved(bound)
+        # Options that were left out are needed: those that need the least memory.
+        whole = _Program(segments, options, link, limits, device_bytes)
+        if (leanest := _Program(segments, options, link, limits, None).relaxed()) is not None:
+            program = whole.with_columns(reduced, leanest[1])
+            chosen = program.solved(bound)
     if chosen is None:
         return None
     return Solution(*chosen, bound, program.columns)
@@ -176,14 +178,17 @@ class _Program:
         # The dual of an option that is chosen in full is negative: more of it would cost less.
         return bound, np.maximum(duals[: self.columns], 0.0), shares[: self.columns]
 
-    def with_columns(self, reduced: np.ndarray) -> _Program:
-        """Return the program with only the options of each segment that have the lowest reduced costs."""
+    def with_columns(self, *reduced: np.ndarray) -> _Program:
+        """Return the program with only the options of each segment that have the lowest reduced costs.
+
+        There may be several costs; the options with the lowest of each remain then.
+        """
         fewer = []
         most = max(_COLUMNS_A_LAYER, _COLUMNS // len(self._options))
         for place, variants in enumerate(self._options):
-            costs = reduced[self._starts[place] : self._starts[place + 1]]
-            order = np.argsort(costs, kind="stable")[:most]
-            fewer.append([variants[at] for at in sorted(order)])
+            some = slice(self._starts[place], self._starts[place + 1])
+            chosen = {at for costs in reduced for at in np.argsort(costs[some], kind="stable")[:most]}
+            fewer.append([variants[at] for at in sorted(chosen)])
         return _Program(self._segments, fewer, self._link, self._limits, self._device_bytes, some=True)
 
     def solved(self, bound: float) -> tuple[tuple[Option, ...], float] | None:

@@ -28,7 +28,7 @@ from ..states.optimizer_states import part_bytes
 
 WORTH = 0.01
 """Share of a step by which the host must be predicted to be faster: less is within a prediction's error."""
-_FEW_STATES = 0.01
+FEW_STATES = 0.01
 """Share of a step's peak below which states are not worth the two searches for a plan without them."""
 Result = TypeVar("Result")
 
@@ -152,7 +152,7 @@ def with_states_on_host(
     If ``kept`` is ``None``, because nothing fits with them on the device, any plan will do.
 
     Nothing is searched where no plan could be faster, the time of copies is not known, or the states need
-    more host memory than there is, nor for states as few as those of adapters (`_FEW_STATES`).
+    more host memory than there is, nor for states as few as those of adapters (`FEW_STATES`).
 
     Args:
         kept: the optimizer's step under the best plan with the states on the device.
@@ -160,7 +160,7 @@ def with_states_on_host(
             and the last backward swapped tensors and states share the link. It may raise `BudgetError`.
     """
     states = profile.optimizer_state_bytes
-    least = 0.0 if kept is None else _FEW_STATES * kept.micro_batch.peak_bytes
+    least = 0.0 if kept is None else FEW_STATES * kept.micro_batch.peak_bytes
     can_move = profile.link is not None and states > least and (host_bytes is None or states <= host_bytes)
     best: Found[Result] | None = None
     most_ms = math.inf if kept is None else (1 - WORTH) * kept.ms

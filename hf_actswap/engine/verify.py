@@ -6,11 +6,12 @@ attributes, globals, files, a kernel whose results depend on timing. So the firs
 (``memory.verify``): a checksum of each tensor that will be dropped is made in forward, and one of the rebuilt
 tensor in backward. The host compares them once, when the next forward starts.
 
-A checksum is a number of 64 bits. A tensor's bits, taken as integers, are summed up row by row; the sums are
-multiplied by weights that depend on the row, and added up. Integer sums do not depend on the order of adding,
-so equal tensors have equal checksums. A single element that differs always changes it, and so do rows that
-changed places; differences go unseen that cancel each other out within every row. The tensor is read once, no
-copy of it is made, and 8 bytes are held until backward. Rows are those of as many of the first dimensions as
+A checksum is a number of 64 bits. A tensor's bits, taken as integers of 64 bits, are summed up row by row;
+the sums are multiplied by weights that depend on the row, and added up. Integer sums do not depend on the
+order of adding, so equal tensors have equal checksums. A single element that differs always changes it, and
+so do rows that changed places; differences go unseen that cancel each other out within every row. The tensor
+is read once, and 8 bytes are held until backward. No copy is made of it, unless its elements do not lie side
+by side or its last dimension is no multiple of 64 bits. Rows are those of as many of the first dimensions as
 leave few of them: their sums must not need memory that a plan has given away.
 """
 
@@ -118,7 +119,7 @@ class Verifier:
     @torch.no_grad()
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a number, int64, for a tensor of any shape."""
-        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        bits = _words(tensor.detach())
         counts = accumulate(bits.shape[:-1] if bits.dim() > 1 else bits.shape, mul, initial=1)
         first = max(at for at, rows in enumerate(counts) if rows <= _MOST_ROWS or not at)
         inside = tuple(range(first, bits.dim()))
@@ -131,6 +132,24 @@ class Verifier:
             places = torch.arange(1, len(rows) + 1, device=rows.device)
             self._weights[key] = (places * _FACTOR + places * places) * 2 + 1
         return self._weights[key]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers: of 64 bits where its last dimension is a multiple of them.
+
+    Integers of another size are cast before they are added up (``make_reduction`` in PyTorch's
+    ``aten/src/ATen/native/ReduceOpsUtils.h``): four times the bytes of a tensor in half precision.
+    """
+    size = tensor.element_size()
+    bits = tensor.view(_INTEGERS[size])
+    if not tensor.dim() or size * tensor.shape[-1] % 8:
+        return bits
+    aligned = (bits.storage_offset(), *bits.stride()[:-1])
+    if bits.stride(-1) != 1 or any(size * place % 8 for place in aligned):
+        # So that a checksum does not depend on how a tensor lies in memory. `contiguous` copies none whose
+        # odd strides are of dimensions of size 1.
+        bits = bits.clone(memory_format=torch.contiguous_format)
+    return bits.view(torch.int64)
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan
+from hf_actswap.engine.verify import Verifier
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
@@ -143,3 +144,16 @@ def test_blocks_of_a_graph_that_died_are_not_written_afterwards() -> None:
         assert_bitwise_equal(gradients_of(model, 1), bare)
     stats = applied.stats()
     assert (stats.live_swaps, stats.host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_checksums_need_no_copy_of_a_tensor(dtype: torch.dtype) -> None:
+    """The first step under a plan makes them where the plan has given the memory away."""
+    whole = torch.zeros(2, 1024, 8192, dtype=dtype, device=device())
+    for tensor in (whole, whole.unflatten(2, (8, 1024)).transpose(1, 2), whole[:, :, 4096:]):
+        verifier = Verifier("first")
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        verifier.checksum(tensor)
+        needed = torch.accelerator.max_memory_allocated() - before
+        assert needed < tensor.nbytes / 8, (tensor.shape, needed)

@@ -254,13 +254,15 @@ def test_plans_keep_it() -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8)
 
 
+@pytest.mark.parametrize("last", [5, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_checksums_change_with_any_bit(dtype: torch.dtype) -> None:
+def test_checksums_change_with_any_bit(dtype: torch.dtype, last: int) -> None:
+    """Whether the last dimension is a multiple of 64 bits or not."""
     verifier = Verifier("first")
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    tensor = torch.arange(60).reshape(3, 4, 5).to(dtype)
+    tensor = torch.arange(12 * last).reshape(3, 4, last).to(dtype)
     known = verifier.checksum(tensor)
-    for place in range(60):
+    for place in range(12 * last):
         for bit in (0, 3, 8 * dtype.itemsize - 2):
             other = tensor.clone()
             other.view(integers).view(-1)[place] ^= 1 << bit
@@ -268,8 +270,9 @@ def test_checksums_change_with_any_bit(dtype: torch.dtype) -> None:
     for changed in (tensor.flip(0), tensor.flip(1), tensor.roll(1), tensor.transpose(0, 1).contiguous()):
         assert not torch.equal(verifier.checksum(changed), known)
     assert torch.equal(verifier.checksum(tensor.clone()), known)
-    strided = tensor.transpose(0, 2).contiguous().transpose(0, 2)
-    assert torch.equal(verifier.checksum(strided), known)
+    odd = torch.cat([tensor[..., :1], tensor], dim=-1)[..., 1:]
+    for strided in (tensor.transpose(0, 2).contiguous().transpose(0, 2), odd):
+        assert torch.equal(verifier.checksum(strided), known)
 
 
 def test_checksums_of_what_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +296,14 @@ def test_checksums_of_all_shapes(shape: tuple[int, ...]) -> None:
     if tensor.numel():
         tensor.view(-1)[-1] = 2
         assert not torch.equal(verifier.checksum(tensor), known)
+
+
+def test_checksums_do_not_depend_on_strides_that_do_not_count() -> None:
+    """PyTorch takes a tensor for contiguous whatever the strides of its dimensions of size 1."""
+    verifier, plain = Verifier("first"), torch.tensor([[1.0, 2.0]])
+    odd = plain.as_strided((1, 2), (1, 1))
+    assert odd.is_contiguous()
+    assert torch.equal(verifier.checksum(odd), verifier.checksum(plain))
 
 
 def test_what_is_not_compared() -> None:

@@ -476,7 +476,7 @@ class HostPool:
         self._used_bytes = 0
         self.peak_bytes = 0
         self.allocating_ms = 0.0
-        self._target_bytes = 0
+        self._target_bytes = self._named_bytes = self._aside_bytes = 0
         self._reserving = False
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -522,19 +522,24 @@ class HostPool:
         """Allocate slabs on a thread of its own until `held_bytes` reaches ``total_bytes`` or the cap.
 
         Returns at once. A `take` that finds no free memory meanwhile waits for the next slab. A second call
-        raises the goal of a reservation that is running.
+        raises the goal of a reservation that is running. What is set aside comes on top.
         """
         if self._closed:
             return
-        cap = self._cap_bytes
-        goal = total_bytes if cap is None else min(total_bytes, cap)
         with self._lock:
-            self._target_bytes = max(self._target_bytes, goal) if self._reserving else goal
-            if self._reserving or self.held_bytes >= goal:
+            self._named_bytes = max(self._named_bytes, total_bytes) if self._reserving else total_bytes
+            goal = self._named_bytes + self._aside_bytes
+            self._target_bytes = goal if self._cap_bytes is None else min(goal, self._cap_bytes)
+            if self._reserving or self.held_bytes >= self._target_bytes:
                 return
             thread = threading.Thread(target=self._reserve, name="actswap-host-memory")
             thread.start()
             self._thread, self._reserving, self._failure = thread, True, None
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Reserve bytes for others than the callers of `reserve`: what these name is allocated beside."""
+        self._aside_bytes = size_bytes
+        self.reserve(self._named_bytes)
 
     def wait_reserved(self) -> None:
         """Wait until the reservation has ended, with or without enough memory; raise what it raised."""

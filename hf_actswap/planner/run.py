@@ -230,6 +230,7 @@ class Run:
         assert self.make_states is not None
         self.states = self.make_states()
         self.states.resident_bytes = resident_bytes
+        self.states.allocate()
         memory = replace(self.training.memory, preference="memory_saving")
         self.training = replace(self.training, memory=memory)
 

@@ -358,6 +358,7 @@ def start_planner(
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
+        run.states.allocate()
     elif _may_move_states(training, transfer):
         run.make_states = lambda: _states_on_host(training, transfer, pool)
     made_for = partial(_made_for, training, device)
@@ -412,13 +413,15 @@ def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPoo
         hint = "Pass it: hf_actswap.apply(model, config, optimizer=optimizer)."
         raise PlanError([Problem("memory.preference", expected, "none", hint)])
     root = unwrapped(training.model)
-    least_bytes = int((expected_state_bytes(training.optimizer) or 0) * _LEAST_SHARE_OF_STATES)
+    expected_bytes = expected_state_bytes(inner_optimizer(training.optimizer)) or 0
+    least_bytes = int(expected_bytes * _LEAST_SHARE_OF_STATES)
     states = OptimizerStates(
         training.optimizer,
         transfer,
         pool,
         model=training.model,
         layers=[root.get_submodule(layer.module_path) for layer in training.structure.layers],
+        expected_bytes=expected_bytes,
         min_tensor_bytes=max(training.fixed.min_tensor_bytes, least_bytes),
     )
     states.attach()

@@ -370,6 +370,26 @@ def test_a_reservation_reports_and_stops_at_its_goal() -> None:
     assert pool.held_bytes == 10 * MIB
 
 
+@pytest.mark.parametrize("first", ["named", "set aside"])
+def test_what_is_set_aside_comes_on_top_of_what_is_named(first: str) -> None:
+    gate = threading.Semaphore(0)
+    source = WatchedSlabs(gate=gate)
+    pool = HostPool(source, slab_bytes=2 * MIB)
+    calls = {"named": lambda: pool.reserve(4 * MIB), "set aside": lambda: pool.set_aside(6 * MIB)}
+    calls.pop(first)()
+    assert source.waiting.wait(30)  # the reservation of the first is running when the second comes
+    for later in calls.values():
+        later()
+    for _ in range(5):
+        gate.release()
+    pool.wait_reserved()
+    assert pool.held_bytes == 10 * MIB
+    pool.set_aside(0)  # what is there stays, and serves others
+    pool.reserve(10 * MIB)
+    pool.wait_reserved()
+    assert pool.held_bytes == 10 * MIB
+
+
 @pytest.mark.parametrize(("cap", "room"), [(3 * MIB, 100 * MIB), (None, 0)])
 def test_a_reservation_ends_early_without_room(cap: int | None, room: int) -> None:
     source, reports = WatchedSlabs(), list[tuple[int, int]]()

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, HostPool, PageableSlabs
 from hf_actswap.errors import PlanError
 from hf_actswap.planner import CountingMeter, OptimizerStates
+from hf_actswap.planner.states.state_bytes import expected_state_bytes
 from tests.engine.recording_transfer import RecordingTransfer
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -221,6 +222,34 @@ def test_blocking_copies_give_the_same_bits_too(make: Make, resident_bytes: int)
     states.attach()
     assert_same(actual.steps(4), Training(make, managed=False).steps(4))
     assert states.stats().stall_ms > 0
+
+
+def test_expected_states_have_their_host_memory_before_the_first_step() -> None:
+    """Where copies overlap compute: else nothing is to be page-locked."""
+    training = Training(managed=False)
+    expected = expected_state_bytes(training.optimizer)
+    assert expected is not None
+    states = OptimizerStates(
+        training.optimizer,
+        training.transfer,
+        host := HostPool(PageableSlabs(), slab_bytes=2**16),
+        model=training.model,
+        min_tensor_bytes=1,
+        resident_bytes=1,
+        expected_bytes=expected,
+    )
+    states.attach()
+    training.transfer.overlaps = True
+    states.allocate()
+    training.transfer.overlaps = False  # there is no accelerator to ask
+    host.wait_reserved()
+    assert host.held_bytes == 2**16  # one slab, larger than all states
+    assert host.used_bytes == 0
+    training.steps(3)
+    assert host.held_bytes == 2**16
+    assert host.peak_bytes > expected / 2
+    states.remove()
+    host.close()
 
 
 @pytest.mark.parametrize("make", [STREAMED["AdamW foreach"], STREAMED["AdamW fused"], WHOLE["Rprop"]])

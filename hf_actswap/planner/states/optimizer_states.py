@@ -516,6 +516,7 @@ class OptimizerStates:
         layers: its decoder layers in order. Without them, states that are still being copied out are released
             when a forward begins, which then waits for the copies.
         resident_bytes: the most bytes of states on the device, in the step and near it; ``None``: a tenth.
+        expected_bytes: bytes of all states, if that is known before there are any.
         min_tensor_bytes: smaller storages stay on the device.
 
     Attributes:
@@ -534,8 +535,10 @@ class OptimizerStates:
         model: nn.Module,
         layers: Sequence[nn.Module] = (),
         resident_bytes: int | None = None,
+        expected_bytes: int = 0,
         min_tensor_bytes: int = 2**20,
     ) -> None:
+        self._expected_bytes = expected_bytes
         self._optimizer = inner_optimizer(optimizer)
         reject(self._optimizer, transfer)
         self._model, self._layers = model, _outside_compiled(model, layers)
@@ -624,8 +627,14 @@ class OptimizerStates:
         undo, self._undo = self._undo, []
         for step in undo:
             step()
+        self._pool.set_aside(0)
         self._residence.forget_all()
         self._optimizer.state = self._watch().plain()
+
+    def allocate(self) -> None:
+        """Begin to allocate the host memory of states that are expected, so that none waits for it later."""
+        if self._transfer.overlaps:
+            self._pool.set_aside(max(self._expected_bytes - self.most_resident_bytes, 0))
 
     def step_bucket(self, bucket: Bucket) -> None:
         """Step some parameters now, between the optimizer's steps (`OptimizerInBackward`).

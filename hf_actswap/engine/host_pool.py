@@ -537,9 +537,13 @@ class HostPool:
             self._thread, self._reserving, self._failure = thread, True, None
 
     def set_aside(self, size_bytes: int) -> None:
-        """Reserve bytes for others than the callers of `reserve`: what these name is allocated beside."""
+        """Reserve bytes for others than the callers of `reserve`: what these name is allocated beside.
+
+        With 0 nothing new is begun; a reservation that is running ends sooner.
+        """
         self._aside_bytes = size_bytes
-        self.reserve(self._named_bytes)
+        if size_bytes or self._reserving:
+            self.reserve(self._named_bytes)
 
     def wait_reserved(self) -> None:
         """Wait until the reservation has ended, with or without enough memory; raise what it raised."""

@@ -120,7 +120,8 @@ class Run:
         profile_on_paper: returns the profile of the coming step, computed from shapes (``None``: the model
             does not run on fake tensors); ``None``: no step of this training can be computed.
         states: the optimizer's states, if they are kept on the host between its steps.
-        make_states: makes these; ``None``: the planner may not choose to keep them there.
+        make_states: makes these, given the most bytes of them that stay on the device; ``None``: the planner
+            may not choose to keep them there.
         weights: the frozen weights of layers, if they are on the host.
         movable: frozen weights that the planner may move there; ``None``: it may not, or has done so.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
@@ -140,7 +141,7 @@ class Run:
     least_in_tiles: LeastInTiles
     profile_on_paper: Callable[[tuple[Any, ...], dict[str, Any]], Profile | None] | None
     states: OptimizerStates | None = None
-    make_states: Callable[[], OptimizerStates] | None = None
+    make_states: Callable[[int], OptimizerStates] | None = None
     weights: FrozenWeights | None = None
     movable: MovableWeights | None = None
     ladder: Iterator[MemoryPlan] | None = None
@@ -228,9 +229,7 @@ class Run:
     def states_to_host(self, resident_bytes: int) -> None:
         """Keep the optimizer's states on the host between its steps, as ``memory_saving`` does."""
         assert self.make_states is not None
-        self.states = self.make_states()
-        self.states.resident_bytes = resident_bytes
-        self.states.allocate()
+        self.states = self.make_states(resident_bytes)
         memory = replace(self.training.memory, preference="memory_saving")
         self.training = replace(self.training, memory=memory)
 

@@ -358,9 +358,8 @@ def start_planner(
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
-        run.states.allocate()
     elif _may_move_states(training, transfer):
-        run.make_states = lambda: _states_on_host(training, transfer, pool)
+        run.make_states = partial(_states_on_host, training, transfer, pool)
     made_for = partial(_made_for, training, device)
     known, ours = _known_plan(training, made_for(()))
     resident_bytes = None if known is None else known.numbers.get("states_resident_bytes")
@@ -407,7 +406,9 @@ _LEAST_SHARE_OF_STATES = 2**-15
 hundreds, which hold next to nothing and cost the host as much as large ones."""
 
 
-def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPool) -> OptimizerStates:
+def _states_on_host(
+    training: PlannedTraining, transfer: Transfer, pool: HostPool, resident_bytes: int | None = None
+) -> OptimizerStates:
     if training.optimizer is None:
         expected = "the optimizer, whose states memory_saving moves"
         hint = "Pass it: hf_actswap.apply(model, config, optimizer=optimizer)."
@@ -421,6 +422,7 @@ def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPoo
         pool,
         model=training.model,
         layers=[root.get_submodule(layer.module_path) for layer in training.structure.layers],
+        resident_bytes=resident_bytes,
         expected_bytes=expected_bytes,
         min_tensor_bytes=max(training.fixed.min_tensor_bytes, least_bytes),
     )

@@ -406,6 +406,19 @@ def test_a_reservation_ends_early_without_room(cap: int | None, room: int) -> No
     assert reports[-1] == (3 * MIB, 3 * MIB)
 
 
+def test_to_set_nothing_aside_begins_no_reservation() -> None:
+    """One that ended early for lack of room is not taken up again when the states are brought back."""
+    room = [3 * MIB]
+    pool = HostPool(WatchedSlabs(), slab_bytes=MIB, room=lambda: room[0] - pool.held_bytes)
+    pool.set_aside(2 * MIB)
+    pool.reserve(4 * MIB)
+    pool.wait_reserved()
+    room[0] = 100 * MIB
+    pool.set_aside(0)
+    pool.wait_reserved()
+    assert pool.held_bytes == 3 * MIB
+
+
 def test_take_waits_for_the_reserving_thread_instead_of_allocating_beside_it() -> None:
     gate = threading.Semaphore(0)
     source = WatchedSlabs(gate=gate)

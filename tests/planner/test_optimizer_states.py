@@ -238,9 +238,8 @@ def test_expected_states_have_their_host_memory_before_the_first_step() -> None:
         resident_bytes=1,
         expected_bytes=expected,
     )
-    states.attach()
     training.transfer.overlaps = True
-    states.allocate()
+    states.attach()
     training.transfer.overlaps = False  # there is no accelerator to ask
     host.wait_reserved()
     assert host.held_bytes == 2**16  # one slab, larger than all states

@@ -586,9 +586,14 @@ class OptimizerStates:
         return replace(self._counters.snapshot(self._pool), host_bytes=self._residence.total_bytes)
 
     def attach(self) -> None:
-        """Put all hooks on optimizer and model; existing states begin to leave. Safe to call again."""
+        """Put all hooks on optimizer and model; existing states begin to leave. Safe to call again.
+
+        The host memory of states that are expected begins to be allocated, so that none waits for it later.
+        """
         if self._undo:
             return
+        if self._transfer.overlaps:
+            self._pool.set_aside(max(self._expected_bytes - self.most_resident_bytes, 0))
         optimizer = self._optimizer
         self._watch()
         self._pre_hook = optimizer.register_step_pre_hook(self._step_starts)
@@ -630,11 +635,6 @@ class OptimizerStates:
         self._pool.set_aside(0)
         self._residence.forget_all()
         self._optimizer.state = self._watch().plain()
-
-    def allocate(self) -> None:
-        """Begin to allocate the host memory of states that are expected, so that none waits for it later."""
-        if self._transfer.overlaps:
-            self._pool.set_aside(max(self._expected_bytes - self.most_resident_bytes, 0))
 
     def step_bucket(self, bucket: Bucket) -> None:
         """Step some parameters now, between the optimizer's steps (`OptimizerInBackward`).

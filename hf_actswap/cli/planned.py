@@ -470,9 +470,9 @@ class _Search:
                 return _with_states_in_passing(*best, math.inf if own is None else own.ms)
         if result is not None:
             return result
-        for error in misses:  # many states: with them on the device more is needed
-            if self.budget_bytes < error.least_bytes < states / FEW_STATES:
-                raise error
+        # Where there are many states, more is needed with them on the device.
+        if misses and self.budget_bytes < misses[0].least_bytes < states / FEW_STATES:
+            raise misses[0]
         try:
             return _of_whole_steps(self.planned(profile, fixed))
         except BudgetError as error:

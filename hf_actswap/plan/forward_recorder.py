@@ -87,8 +87,8 @@ class ForwardRecorder(TorchFunctionMode):
         compiles: whether compiled modules run compiled: each is one op then, and nothing inside is recorded.
         parts: returns the plain tensors that a weight consists of; ``None``: the caller has marked all
             weights as unowned.
-        is_tiled: whether a module runs over tiles of the tokens. What its tiles use is not recorded, as
-            nothing of it is saved, and `enters` is not called in it.
+        is_tiled: whether a module runs over tiles of the tokens, when hooks are put on it. What its tiles use
+            is not recorded, as nothing of it is saved, and `enters` is not called in it.
 
     Attributes:
         layers: the record of each layer, by scope.
@@ -170,8 +170,8 @@ class ForwardRecorder(TorchFunctionMode):
             return
         for path, child in called_modules(inner) if self._compiles else named_op_modules(inner):
             if path:
-                hooks = self._path_hooks((scope, path, None), self._compiles and is_compiled(child))
-                yield from wrap(child, *hooks)
+                compiled, tiled = self._compiles and is_compiled(child), self._is_tiled(child)
+                yield from wrap(child, *self._path_hooks((scope, path, None), compiled, tiled))
 
     @contextmanager
     def compiled_whole(self, args: Any) -> Iterator[None]:
@@ -314,7 +314,7 @@ class ForwardRecorder(TorchFunctionMode):
 
         return _unrecorded(before), _unrecorded(after)
 
-    def _path_hooks(self, call: OpCall, opaque: bool) -> tuple[Hook, Hook]:
+    def _path_hooks(self, call: OpCall, opaque: bool, tiled: bool) -> tuple[Hook, Hook]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._layer is not None:
                 self.own_weights([module])
@@ -323,13 +323,13 @@ class ForwardRecorder(TorchFunctionMode):
                 self._use_of_module("module", call, (args, kwargs))
                 if opaque:
                     self._pause()
-                self._tiled_around += self._is_tiled(module)
+                self._tiled_around += tiled
 
-        def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if self._layer is not None:
                 if opaque:
                     self._resume()
-                self._tiled_around -= self._is_tiled(module)
+                self._tiled_around -= tiled
                 self._use_of_module("returned", call, output)
                 self._layer.stack.leave(call[1])
                 self._arrived()

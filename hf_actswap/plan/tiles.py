@@ -162,7 +162,7 @@ def _looks_at_few(
     agree = {path: in_layer(path, sample) for path in run.values()}
     with structure.without(model, repeat.left_out) as few:
         try:
-            found = _looks_at(model, {*run.values(), *agree.values()}, few, sizes)
+            found = _looks_at(model, [*run.values(), *agree.values()], few, sizes)
         except Exception:  # the model's own code runs on fewer layers than it has
             return None
     if any(found[path] != found[other] for path, other in agree.items()):

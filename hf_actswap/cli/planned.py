@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +14,7 @@ from ..engine import host_memory
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
+from ..plan.actions import Tile
 from ..plan.tiles import tile_names
 from ..planner.budget import (
     MARGIN_SHARE,
@@ -389,6 +390,18 @@ def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: fl
     )
 
 
+_NEARLY = 1.02
+"""What tiles elsewhere can lower the least peak by, where the simulated plans of searches are less even."""
+
+
+def _may_help(tiles: Iterable[Tile], missed: BudgetError) -> bool:
+    """Return whether a plan may fit with ``tiles``, given what is needed with fewer."""
+    call, needed_bytes = missed.peak_at, missed.least_bytes
+    if call is None or not isinstance(call[0], int) or needed_bytes <= _NEARLY * missed.budget_bytes:
+        return True
+    return any(tile.scope == call[0] and f"{call[1]}.".startswith(f"{tile.op_path}.") for tile in tiles)
+
+
 @dataclass(frozen=True)
 class _Unplanned:
     """A step before the planner has added anything; what is predicted of it is predicted once.
@@ -499,7 +512,10 @@ class _Search:
         ):
             if step.fused_loss and config.tile_config.loss is None:  # it is in tiles of its own
                 config = replace(config, tile_config=replace(config.tile_config, loss="off"))
-            for tiles, tiled in ladder_of(found, config):
+            rungs = list(ladder_of(found, config))
+            for tiles, tiled in rungs:
+                if tiled is not rungs[-1][1] and not _may_help(tiled.tiles, errors[-1]):
+                    continue
                 with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
                     profile = profile_of(found, step, tiled.tiles)
                 try:
@@ -528,6 +544,7 @@ class _Search:
             least = search.least.prediction
             needed = budget_for(profile, memory, least.peak_bytes)
             error = impossible(memory, budget, needed, self.unplanned_bytes, fixed.tiles)
+            error.peak_at = least.peak_at
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
             error = error.with_hint("" if parts is None else f"The least is {parts}.")
             host = memory.host_memory_gib

@@ -35,12 +35,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..plan.actions import Tile
-from ..plan.dry_run import exchanged, no_backward
+from ..plan.dry_run import exchanged, is_of_dry_run, no_backward, standing_for
 from ..plan.wrappers import FSDP2_METHOD, is_compiled
+from .autograd_state import next_node_number, skip_node_numbers
 from .call_state import CallState
 from .hook_wrappers import Undo, reject_tracing, replace_call, replace_forward
 
@@ -127,6 +129,33 @@ ReportWhole = Callable[[str], None]
 """Called with the reason why a module runs whole after all."""
 
 
+def tiles_to_run(
+    tiles: Sequence[slice], tensor: torch.Tensor, written: Sequence[torch.Tensor] = ()
+) -> Iterator[tuple[slice, int]]:
+    """Yield the tiles of ``tensor`` that run one after the other, each with how many tiles it stands for.
+
+    That is each tile, for itself. In a dry run the second stands for all that are as long, but for the first,
+    which makes what the others write to: they allocate and compute the same. The versions of the tensors
+    ``written`` and the numbers of autograd's nodes then go on as if each had run.
+    """
+    if not is_of_dry_run(tensor):
+        yield from ((tile, 1) for tile in tiles)
+        return
+    lengths = [tile.stop - tile.start for tile in tiles]
+    for number, tile in enumerate(tiles):
+        as_first = number > 0 and lengths[number] == lengths[0]
+        if as_first and number > 1:
+            continue
+        count = lengths.count(lengths[0]) - 1 if as_first else 1
+        node, versions = next_node_number(), [item._version for item in written]
+        with standing_for(tensor, count):
+            yield tile, count
+        if count > 1:
+            for item, before in zip(written, versions, strict=True):
+                increment_version([item] * ((count - 1) * (item._version - before)))
+            skip_node_numbers((count - 1) * (next_node_number() - node))
+
+
 def auto_tokens(tokens: int) -> int:
     """Return how many of a call's tokens make a tile under ``auto``: a sixteenth, at least 1,024."""
     return max(AUTO_LEAST_TOKENS, math.ceil(tokens / AUTO_MOST_TILES))
@@ -169,10 +198,10 @@ class TiledModule(Exchangeable):
         if hidden is None or hidden.dim() < 2 or not hidden.numel() or hidden.shape[-2] % self._parts:
             return self.run(*args, **kwargs)
         cut = _TokenTiles(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
-        reason = self._why_whole() if cut.tiles > 1 else ""
+        reason = self._why_whole() if len(cut.tiles) > 1 else ""
         if reason:
             self._say(reason)
-        if reason or cut.tiles == 1:
+        if reason or len(cut.tiles) == 1:
             return self.run(*args, **kwargs)
         return _Call(self, leaves, spec, cut).result()
 
@@ -213,11 +242,8 @@ class _TokenTiles:
         self.returned = torch.Size((*lead[:-1], self._length))
         # With one row, the shape [1, 1] would be ambiguous.
         self._size = max(2, tokens * lead[-1] // (lead.numel() * parts))
-        self.tiles = math.ceil(self._length / self._size)
-
-    def __iter__(self) -> Iterator[slice]:
-        for start in range(0, self._length, self._size):
-            yield slice(start, min(start + self._size, self._length))
+        starts = range(0, self._length, self._size)
+        self.tiles = [slice(start, min(start + self._size, self._length)) for start in starts]
 
     def tile(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return a contiguous tile of an argument, ``[*lead, ..]`` or the same flattened."""
@@ -266,7 +292,7 @@ class _Call:
         whole: list[torch.Tensor] = []
         lead = self._cut.returned
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):  # each tile runs again
-            for rows in self._cut:
+            for rows, _ in tiles_to_run(self._cut.tiles, given[0], whole):
                 made, self._made = tree_flatten(self._run(self.tiled.run, self._tiles(given, rows)))
                 for at, item in enumerate(made):
                     if not rows.start:
@@ -303,7 +329,7 @@ class _Call:
         # Compiled code would be traced again under a mode.
         summing = nullcontext() if self.tiled.compiled else _WeightSums(by_id)
         with self._state.restored(), no_saved_tensor_hooks(), _without_hooks(self.parameters), summing:
-            for rows in self._cut:
+            for rows, _ in tiles_to_run(self._cut.tiles, given[0]):
                 found = self._gradients(run, self._tiles(given, rows), upstream, rows)
                 for whole in of_given:
                     if whole is not None:

@@ -54,6 +54,7 @@ from .tiled_calls import (
     first_order_only,
     no_saved_tensor_hooks,
     product,
+    tiles_to_run,
     zero_sum,
 )
 
@@ -196,18 +197,17 @@ class RowRecipe:
         self, function: RowCall | None, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return a function's values for all rows, ``[N, ..]``; without a function the logits, ``[N, V]``."""
-        values: torch.Tensor | None = None
+        values: list[torch.Tensor] = []
         with torch.no_grad(), self.call.restored():
             parameters = [item.detach() for item in parameters]
             linear = self.call.linear(parameters) if self.call.head.is_linear else None
-            for rows, _, tile in self._tiles(hidden):
+            for rows, _, tile, _ in self._tiles(hidden, values):
                 logits = F.linear(tile, *linear) if linear else self.call.logits(tile, parameters)
                 part = self._finished(logits, rows, function)
-                if values is None:
-                    values = part.new_empty((self.lead.numel(), *part.shape[1:]))
-                values[rows] = part
-        assert values is not None
-        return values
+                if not values:
+                    values.append(part.new_empty((self.lead.numel(), *part.shape[1:])))
+                values[0][rows] = part
+        return values[0]
 
     def differentiated(
         self,
@@ -228,10 +228,12 @@ class RowRecipe:
         of_hidden = zero_sum(hidden) if wants_hidden else None
         flat = None if of_hidden is None else of_hidden.view(-1, hidden.shape[-1])
         totals = [zero_sum(item) for item in parameters]
-        values = []
+        values: list[torch.Tensor] = []
+        sums = [item for item in (of_hidden, *totals) if item is not None]
         with self.call.restored():
             run_tile = (self._linear_tile if self.call.head.is_linear else self._any_tile)(parameters, totals)
-            for rows, at, tile in self._tiles(hidden):
+            for rows, at, tile, count in self._tiles(hidden, sums):
+                values += [torch.empty_like(item) for item in values[:1] for _ in range(1, count)]
                 finish = partial(self._finished, rows=rows, function=function)
                 of_rows = None if upstream is None else upstream[rows]
                 part, of_tile = run_tile(tile, finish, of_rows, wants_hidden)
@@ -249,15 +251,19 @@ class RowRecipe:
             numbers = torch.arange(self.layout.stride(-1), device=self.call.device)
         return numbers.as_strided(lead.shape, lead.stride(), lead.storage_offset()).reshape(-1)
 
-    def _tiles(self, hidden: torch.Tensor) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield each tile's rows, their places in the flat hidden states, and that part of these."""
+    def _tiles(
+        self, hidden: torch.Tensor, written: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[slice, Any, torch.Tensor, int]]:
+        """Yield each tile's rows, their places in the flat hidden states, that part of these, and how many
+        tiles it stands for (`tiles_to_run`)."""
         flat, lead = hidden.detach().reshape(-1, hidden.shape[-1]), self.layout.select(-1, 0)
         in_order, start = self.numbers is None and lead.is_contiguous(), lead.storage_offset()
         order = None if in_order else self._row_numbers()
-        for first in range(0, lead.numel(), self.call.tokens):
-            rows = slice(first, min(first + self.call.tokens, lead.numel()))
+        count, size = lead.numel(), self.call.tokens
+        tiles = [slice(first, min(first + size, count)) for first in range(0, count, size)]
+        for rows, stands_for in tiles_to_run(tiles, hidden, written):
             at = slice(start + rows.start, start + rows.stop) if order is None else order[rows]
-            yield rows, at, flat[at]
+            yield rows, at, flat[at], stands_for
 
     def _finished(self, logits: torch.Tensor, rows: slice, function: RowCall | None) -> torch.Tensor:
         for step in (*self.steps, function):

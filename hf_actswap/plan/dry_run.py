@@ -189,9 +189,13 @@ class _FakeTensors(FakeTensorMode):
             tensor in a closure). ``None``: where they are.
     """
 
+    stands_for: int
+    """For how many runs of an op one run stands now (`standing_for`)."""
+
     def __init__(self, real_as: torch.device | None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._real_as = real_as
+        self.stands_for = 1
 
     def validate_and_convert_non_fake_tensors(
         self, func: Any, converter: Any, flat_args: Sequence[object], args_spec: Any
@@ -254,6 +258,28 @@ def _is_real(value: Any) -> bool:
 
 def _is_described(fake: FakeTensor) -> bool:
     return fake.constant is None and fake.layout == torch.strided and not (fake.is_conj() or fake.is_neg())
+
+
+@contextmanager
+def standing_for(tensor: torch.Tensor, count: int) -> Iterator[None]:
+    """Let what runs in the block on a dry run's tensors stand for ``count`` runs of it (`times_run`)."""
+    mode: _FakeTensors = tensor.fake_mode  # type: ignore[attr-defined]
+    around, mode.stands_for = mode.stands_for, mode.stands_for * count
+    try:
+        yield
+    finally:
+        mode.stands_for = around
+
+
+def is_of_dry_run(tensor: torch.Tensor) -> bool:
+    """Whether this is one of the fake tensors of `fakes_only`."""
+    return isinstance(getattr(tensor, "fake_mode", None), _FakeTensors)
+
+
+def times_run(args: tuple[Any, ...], result: Any) -> int:
+    """Return for how many runs an op's run in a dry run stands, given its arguments and its result."""
+    modes = (getattr(leaf, "fake_mode", None) for leaf in tree_leaves((args, result)))
+    return next((mode.stands_for for mode in modes if isinstance(mode, _FakeTensors)), 1)
 
 
 def is_dry(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

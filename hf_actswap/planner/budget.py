@@ -11,6 +11,7 @@ from ..config.schema import MemoryConfig
 from ..config.sizes import GIB, gib_text
 from ..errors import PlanError, Problem
 from ..plan.actions import Tile
+from ..plan.saved_bytes import OpCall
 from ..plan.tiles import tile_names
 from .profile import Limits, Profile
 
@@ -31,16 +32,19 @@ class BudgetError(PlanError):
     Attributes:
         least_bytes: the least peak that any plan reaches; 0: no plan was searched.
         budget_bytes: the budget that it was compared with; 0: none.
+        peak_at: the call that runs at that peak; ``None``: not known.
     """
 
     subject = "memory budget"
     least_bytes = 0
     budget_bytes = 0
+    peak_at: OpCall | None = None
 
     def with_hint(self, hint: str) -> BudgetError:
         (problem,) = self.problems
         error = BudgetError([replace(problem, hint=f"{problem.hint} {hint}".strip())])
         error.least_bytes, error.budget_bytes = self.least_bytes, self.budget_bytes
+        error.peak_at = self.peak_at
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -11,6 +14,7 @@ from hf_actswap.engine.autograd_state import (
     packing_node_number,
     pop_leaked_hooks,
     running_node_number,
+    skip_node_numbers,
 )
 from tests.engine.tiny_models import forward, tiny_llama
 
@@ -29,6 +33,16 @@ class _Numbers:
         return saved[0]
 
 
+class _Ops(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_pack_knows_the_number_of_its_node() -> None:
     numbers = _Numbers()
     x = torch.randn(3, requires_grad=True)
@@ -41,6 +55,17 @@ def test_a_pack_knows_the_number_of_its_node() -> None:
             y = y + 1  # a node that saves nothing
     assert numbers.packed == nodes
     assert nodes == [nodes[0] + 2 * index for index in range(4)]
+
+
+def test_numbers_are_skipped_unseen() -> None:
+    numbers, ops, x = _Numbers(), _Ops(), torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(numbers.pack, numbers.unpack):
+        x.sin()
+        with torch.no_grad(), ops, FakeTensorMode():
+            skip_node_numbers(7)
+        x.sin()
+    assert numbers.packed == [numbers.packed[0], numbers.packed[0] + 8]
+    assert ops.seen == []
 
 
 def test_numbers_ascend_in_forward_and_the_same_descend_in_backward() -> None:

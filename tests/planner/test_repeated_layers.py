@@ -1,10 +1,10 @@
-"""Records of a few layers, repeated for those that are alike, held against records of all layers."""
+"""Records of a few layers or tiles, repeated for those that are alike, held against records of all."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_actswap import PlanError, load_config, model_structure, resolve_plan
+from hf_actswap.engine import tiled_calls, tiled_logits
 from hf_actswap.engine.host_budget import record_saved
 from hf_actswap.plan import ModelStructure, Tile, repeated_layers
 from hf_actswap.plan.repeated_layers import repeat_of
 from hf_actswap.plan.saved_bytes import SavedBytes
-from hf_actswap.plan.tiles import checked_tiles
+from hf_actswap.plan.tiles import checked_tiles, tile_ladder
 from hf_actswap.plan.wrappers import without_cache
 from hf_actswap.planner import Profile, profile_from_shapes
 from tests.parallel.patched_models import FAMILIES, configuration_of_depth
@@ -79,11 +80,11 @@ def without_times(profile: Profile) -> Profile:
     return replace(profile, op_events=op_events, outside_ms=0.0)
 
 
-def deep_model(family: str) -> nn.Module:
+def deep_model(family: str, layers: int = LAYERS) -> nn.Module:
     if family in NOT_DEEP:
         pytest.skip(NOT_DEEP[family])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration_of_depth(family, LAYERS), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(configuration_of_depth(family, layers), dtype=torch.bfloat16)
     without_cache(model)
     return model.train()
 
@@ -104,6 +105,40 @@ def test_records_are_those_of_all_layers(family: str) -> None:
     except Exception as error:  # data-dependent shapes
         pytest.skip(f"it does not run on fake tensors: {str(error)[:80]}")
     assert_alike(records_of(model), whole)
+
+
+@contextmanager
+def all_tiles_run() -> Iterator[list[int]]:
+    """Run each tile of a dry run; yield a list to which each loop's number of tiles is added."""
+    counts: list[int] = []
+
+    def each(tiles: Sequence[slice], *_: Any) -> Iterator[tuple[slice, int]]:
+        counts.append(len(tiles))
+        return ((tile, 1) for tile in tiles)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tiled_calls, tiled_logits):
+            patch.setattr(module, "tiles_to_run", each)
+        yield counts
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_records_in_tiles_are_those_of_all_tiles(family: str) -> None:
+    """Of equal tiles two run, and the last one if it is shorter: 2 x 16 tokens in tiles of 8, and of 6."""
+    model = deep_model(family, 2)
+    structure = model_structure(model)
+    *_, (_, most) = tile_ladder(load_config({}), model, structure)
+    for tokens in (8, 6):
+        with tiled(model, replace(most, tiles=tuple(replace(tile, tokens=tokens) for tile in most.tiles))):
+            try:
+                few = profile_from_shapes(model, structure, meta_batch(), "H100")
+            except Exception as error:  # data-dependent shapes
+                pytest.skip(f"it does not run on fake tensors: {str(error)[:80]}")
+            with all_tiles_run() as counts:
+                whole = profile_from_shapes(model, structure, meta_batch(), "H100")
+        assert max(counts) > 3
+        assert times(few) == pytest.approx(times(whole))
+        assert without_times(few) == without_times(whole)
 
 
 def layers_that_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:

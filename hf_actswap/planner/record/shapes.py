@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...plan.actions import Scope
-from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
+from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights, times_run
 from ...plan.model_structure import ModelStructure, is_below, unwrapped
 from ...plan.repeated_layers import NotAlikeError, Repeat, repeated_uses
 from ..meter import CountingMeter
@@ -521,7 +521,7 @@ class RooflineClock:
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        self._now_ms += op_ms(self._rates, func, args, kwargs, result)
+        self._now_ms += times_run(args, result) * op_ms(self._rates, func, args, kwargs, result)
 
 
 @dataclass(frozen=True)

@@ -322,6 +322,8 @@ class Search:
             if solution is None:
                 too_small = max(too_small, target)
                 target = (target + limit) // 2 if target < limit else int(target * 1.05)
+                if target > _IN_REACH**2 * limit:
+                    return
                 continue
             tried, *others = self._plans_of(solution)
             yield from (other for other in others if other.prediction.peak_bytes <= limit)

@@ -165,8 +165,8 @@ def with_states_on_host(
     best: Found[Result] | None = None
     most_ms = math.inf if kept is None else (1 - WORTH) * kept.ms
     if can_move and micro_batches * profile.compute_ms + profile.outside_ms < most_ms:
-        for swaps in (True, False):
-            with suppress(BudgetError):
+        with suppress(BudgetError):  # with swap; without it no more plans fit
+            for swaps in (True, False):
                 found = search(swaps)
                 if found[1].ms < (most_ms if best is None else best[1].ms):
                     best = found

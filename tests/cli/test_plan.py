@@ -222,6 +222,19 @@ def test_tiles_and_the_states_on_the_host_come_together(run: Run, tmp_path: Path
     assert "in tiles" in problem["expected"]
 
 
+def test_tiles_that_cannot_help_are_passed_over(run: Run, tmp_path: Path) -> None:
+    """Where a layer's MLP decides, the head alone in tiles is not looked at."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "intermediate_size": 8192}))
+    asked = ("plan", tmp_path, "--seq", "4k", "--device", "H100", "--json", "--budget")
+    found = run(*asked, "400MiB")
+    assert found.document["chosen_tiles"] == {"loss": "auto", "tile": [{"op_name": "feed_forward"}]}
+    assert "head, mlp in tiles" in found.err
+    assert "head in tiles" not in found.err
+    missed = run(*asked, "150MiB")
+    (problem,) = missed.document["problems"]
+    assert "with head, mlp, input_layernorm" in problem["expected"]
+
+
 @pytest.mark.parametrize(
     ("written", "tiled"),
     [("memory: {mode: smart_swap}", ""), ("tile_config: {loss: off}", ", with mlp, [a-z_, ]+ in tiles")],

@@ -51,6 +51,14 @@ def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]
     yield from (tensor for _, tensor in state_tensors(optimizer))
 
 
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients that the model's parameters have now, on this rank."""
+    found = [
+        part for item in model.parameters() if item.grad is not None for part in inner_tensors(item.grad)
+    ]
+    return sum(storage.nbytes() for storage in _storages(found).values())
+
+
 def others_bytes(allocated_bytes: int, own: Iterable[Any]) -> int:
     """Return how much of what is allocated belongs to none of the tensors ``own``, which may be elsewhere."""
     accelerator = torch.accelerator.current_accelerator()

@@ -60,7 +60,7 @@ from ..plan.dry_run import is_dry
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import ModelStructure, unwrapped
 from .budget import BudgetError, fits_outside_backward
-from .meter import baseline_tensors, others_bytes
+from .meter import baseline_tensors, gradient_bytes, others_bytes
 from .oom_guard import DeviceMemoryError, Failure, Retry
 from .plan_file import FilePlan, MadeFor, Outcome, Trial, write_plan
 from .planning import (
@@ -71,7 +71,7 @@ from .planning import (
 )
 from .profile import Prediction
 from .record.recorder import batch_shape
-from .recorded_step import BatchSize, RecordedStep, beside_others
+from .recorded_step import BatchSize, RecordedStep, beside_old_gradients, beside_others
 from .run import Run
 from .search.find_plan import Found
 from .search.states_place import whole_step
@@ -132,7 +132,8 @@ class Planner:
         self._steps_unseen = 0
         self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
-        self._micro_batches = 1
+        self._micro_batches = run.training.micro_batches
+        self._may_find_gradients = False
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = self._times_left = 0
@@ -239,8 +240,10 @@ class Planner:
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)
         elif isinstance(phase, SearchPhase):
-            over = phase.step_ended()
-            if not (phase.corrected and self._states_move_now(phase)) and over:
+            over, before = phase.step_ended(), self._micro_batches
+            self._micro_batches = max(before, phase.micro_batches)
+            anew = phase.corrected or self._micro_batches > before
+            if not (anew and self._states_move_now(phase)) and over:
                 self._settle(phase)
         elif phase.step_ended():
             missed = phase.missed_by_bytes
@@ -463,16 +466,54 @@ class Planner:
             self.remove()
             return False
         changed = self._tiles_ahead(args, kwargs)
-        if self._may_plan_ahead and not is_dry(args, kwargs):
-            self._may_plan_ahead = False
-            changed = self._plans_ahead(args, kwargs) or changed
+        if is_dry(args, kwargs):
+            return changed
+        if self._may_plan_ahead:
+            self._may_plan_ahead, again = False, self._seen and self._micro_batches == 1
+            self._may_find_gradients = not self._seen and self._micro_batches == 1
+            old_bytes = self._gradient_bytes() if again else 0
+            changed = self._plans_ahead(args, kwargs, old_bytes) or changed
+        elif self._may_find_gradients and self._seen:
+            changed = self._finds_gradients(args, kwargs) or changed
         return changed
 
-    def _plans_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin the search before the first step, from a step computed from shapes; return whether that did.
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of gradients that are there now, on the rank with most. All ranks must call it."""
+        return max(from_all_ranks(gradient_bytes(unwrapped(self._run.training.model))))
+
+    def _finds_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan again where gradients are there ahead of a forward; return whether that was done.
+
+        Every rank must call it. In the first step the coming backward adds to them. In the second the loop
+        sets them to zero between forward and backward.
+        """
+        run, accumulates = self._run, self._in_step
+        old_bytes = self._gradient_bytes()
+        self._may_find_gradients = accumulates and not old_bytes
+        if not old_bytes:
+            return False
+        if not accumulates:
+            with self.logging_context():
+                said = (
+                    "gradients of the last step (%s) are there in forward; zero_grad() ahead of it frees them"
+                )
+                run.log.info(said, gib_text(old_bytes))
+            return self._plans_ahead(args, kwargs, old_bytes)
+        self._micro_batches = 2  # or more: the step's end shows it
+        run.meter.let_go()
+        planned = self._plans_ahead(args, kwargs)
+        if isinstance(self._phase, SearchPhase):
+            self._phase.step_starts()
+        return planned
+
+    def _plans_ahead(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], old_gradient_bytes: int = 0
+    ) -> bool:
+        """Begin the search from a step computed from shapes; return whether that did.
 
         Every rank must call it. What the first steps measure corrects it (`SearchPhase`). If nothing fits on
         paper, more of the model runs in tiles; if nothing fits then, steps are recorded, which may need less.
+        ``old_gradient_bytes`` are there in forward, and gone before backward.
         """
         run, phase = self._run, self._phase
         budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
@@ -482,7 +523,7 @@ class Planner:
             return False
         if self.progress is not None:  # it takes seconds
             self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
-        profile = on_paper(args, kwargs)
+        profile = on_paper(args, kwargs, self._micro_batches > 1)
         if not all(from_all_ranks(profile is not None)) or profile is None:
             return False
         root, structure = unwrapped(run.training.model), run.training.structure
@@ -491,7 +532,7 @@ class Planner:
         on_device = in_use + profile.optimizer_state_bytes
         # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
         others = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
-        profile = beside_others(profile, max(others))
+        profile = beside_old_gradients(beside_others(profile, max(others)), old_gradient_bytes)
         profile = replace(profile, link=run.transfer.link(), device=run.device_name)
         step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):
@@ -505,7 +546,7 @@ class Planner:
             self._impossible = []
             self._phase = WarmUp(run, first_steps(run))
         if run.fixed.tiles != tiles:  # a step in these tiles is computed anew, and none recorded
-            self._plans_ahead(args, kwargs)
+            self._plans_ahead(args, kwargs, old_gradient_bytes)
         return True
 
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -87,6 +87,14 @@ def beside_others(profile: Profile, others_bytes: int) -> Profile:
     return replace(profile, op_events=op_events, outside_base_bytes=outside_base_bytes)
 
 
+def beside_old_gradients(profile: Profile, old_bytes: int) -> Profile:
+    """Return the profile of a step whose forward runs beside gradients that are gone before its backward."""
+    op_events = (
+        replace(item, forward_base_bytes=item.forward_base_bytes + old_bytes) for item in profile.op_events
+    )
+    return replace(profile, op_events=tuple(op_events))
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """A recorded profile, and what scaling it to other batch sizes needs.

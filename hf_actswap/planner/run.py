@@ -41,6 +41,9 @@ from .states.state_bytes import expected_state_bytes
 ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""
 
+ProfileOnPaper = Callable[[tuple[Any, ...], dict[str, Any], bool], Profile | None]
+"""Returns the profile of a forward with these arguments, and its backward, which adds to gradients or not."""
+
 ApplyTiles = Callable[[Iterable[Tile]], list[Undo]]
 """Lets parts of the model run in tiles; returns functions that restore them."""
 
@@ -63,7 +66,8 @@ class PlannedTraining:
             `Planner.step_ended`.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
         chunks: how often a pipeline stage calls the model for one micro-batch.
-        micro_batches: how many micro-batches the gradients of a step are accumulated from, as far as known.
+        micro_batches: how many micro-batches the gradients of a step are accumulated from, as far as known:
+            if there are more, the first step shows it.
         part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
         earlier_plan: path of a plan file that an earlier part of this training wrote beside its checkpoint;
             it is used if it was made for the same run, and is never written. ``None``: there is none.
@@ -139,7 +143,7 @@ class Run:
     device_name: str
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None]
     least_in_tiles: LeastInTiles
-    profile_on_paper: Callable[[tuple[Any, ...], dict[str, Any]], Profile | None] | None
+    profile_on_paper: ProfileOnPaper | None
     states: OptimizerStates | None = None
     make_states: Callable[[int], OptimizerStates] | None = None
     weights: FrozenWeights | None = None

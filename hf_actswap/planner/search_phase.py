@@ -62,7 +62,7 @@ class SearchPhase:
         self.trials: list[Trial] = []
         self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
-        self.corrected = False
+        self.corrected, self.micro_batches = False, 1
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
         self._on_paper = task.profile.source == "shapes"
@@ -103,6 +103,7 @@ class SearchPhase:
         self._run.meter.let_go()
         measured, largest = self._measured()
         trial.steps.append(measured)
+        self.micro_batches = measured.micro_batches
         self._steps_left -= 1
         fits = trial.fits(self.task.reservable_bytes)
         if largest is not None and self.task.size is not None and not self.task.size.covers(largest):

@@ -109,7 +109,7 @@ class StepOnPaper:
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
         self._call: Mapping[str, Any] | None = None
         self._shape: tuple[int, ...] = ()
-        self._gradients_exist, self._micro_batches = False, training.micro_batches
+        self._gradients_exist = False
         self._known: dict[object, int | None] = {}
         known_rates = self._workspaces and device_kind(device) is not None
         self.knows_steps = known_rates and not self._structure.compiles
@@ -123,14 +123,17 @@ class StepOnPaper:
         self._shape = next((tuple(leaf.shape) for leaf in leaves if leaf.dim() >= 2), ())
         self._gradients_exist = self._first is not None and self._first.grad is not None
 
-    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile | None:
-        """Return the profile of the last micro-batch of a step, with the tiles that are on the model.
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulates: bool) -> Profile | None:
+        """Return the profile of a step's micro-batch, with the tiles that are on the model.
 
-        ``None``: how weights are sharded is not known, or the model does not run on fake tensors. ``args``
-        and ``kwargs`` are those of the coming forward.
+        ``None``: how weights are sharded is not known, or the model does not run on fake tensors.
+
+        Args:
+            args, kwargs: those of the coming forward.
+            accumulates: whether its backward adds to gradients.
         """
         self.forward_starts(self._root, args, kwargs)
-        return _on_own_thread(lambda: self._profile(self._micro_batches > 1))
+        return _on_own_thread(lambda: self._profile(accumulates))
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         self.forward_starts(self._root, args, kwargs)

@@ -89,6 +89,7 @@ def train(
     shape: Shape | Callable[[int], Shape | list[Shape]] = (4, 128),
     micro_batches: int = 1,
     transfer: Transfer | None = None,
+    zeroes_late: bool = False,
     **sections: Any,
 ) -> Trained:
     """Train with AdamW.
@@ -96,6 +97,7 @@ def train(
     Args:
         memory: ``None``: without the planner.
         shape: of all batches, or of a step's; a list: of each of its micro-batches.
+        zeroes_late: whether gradients are set to zero between a step's first forward and backward.
     """
     torch.manual_seed(0)
     model = build().train()
@@ -115,9 +117,12 @@ def train(
                     trained.phases.append(planner.phase)
                     before = planner.stats()
                 sizes = shape(step) if callable(shape) else shape
-                for size in sizes if isinstance(sizes, list) else [sizes] * micro_batches:
+                sizes = sizes if isinstance(sizes, list) else [sizes] * micro_batches
+                for number, size in enumerate(sizes):
                     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
                     loss = model(input_ids=ids, labels=ids).loss
+                    if zeroes_late and not number:
+                        optimizer.zero_grad()
                     loss.backward()
                     trained.losses.append(loss.item())
                     del loss
@@ -126,7 +131,8 @@ def train(
                     trained.recomputes.append((planner.stats() - before).recomputes)
                     trained.rows.append(planner.plan.rows)
                 optimizer.step()
-                optimizer.zero_grad()
+                if not zeroes_late:
+                    optimizer.zero_grad()
         finally:
             if planner is not None:
                 trained.planner, trained.plan_rows = planner, planner.plan.rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,29 @@ def test_what_others_hold_on_the_device_is_counted(unplanned: Trained) -> None:
     assert found.planner is not None
     (trial,) = found.planner.trials
     assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["accumulated", "of the last step"])
+def test_gradients_that_are_there_in_forward_are_counted(
+    late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop does not say beforehand that it accumulates, or that it calls zero_grad after the forward."""
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(hidden_size=128)
+
+    how: dict[str, Any] = {"zeroes_late": True} if late else {"micro_batches": 3}
+    plain = train(model, steps=5, **how)
+    with caplog.at_level("INFO"):
+        found = train(model, memory_of(0.8, plain), steps=5, **how)
+    assert found.phases == ["warm-up", "search", *["search"] * late, *["stable"] * (3 - late)]
+    assert max(found.peaks) <= 0.8 * plain.peak_bytes
+    assert found.planner is not None
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
+    assert found.planner.evicted_bytes == 0
+    assert found.losses == plain.losses
+    assert ("gradients of the last step" in caplog.text) is late
 
 
 def test_the_outcome_compares_with_the_step_without_a_plan(unplanned: Trained) -> None:

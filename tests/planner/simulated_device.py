@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_actswap import apply
@@ -90,6 +91,7 @@ def train(
     micro_batches: int = 1,
     transfer: Transfer | None = None,
     zeroes_late: bool = False,
+    own_loss: bool = False,
     **sections: Any,
 ) -> Trained:
     """Train with AdamW.
@@ -98,6 +100,7 @@ def train(
         memory: ``None``: without the planner.
         shape: of all batches, or of a step's; a list: of each of its micro-batches.
         zeroes_late: whether gradients are set to zero between a step's first forward and backward.
+        own_loss: whether the loop computes the loss, from the model's logits.
     """
     torch.manual_seed(0)
     model = build().train()
@@ -120,7 +123,10 @@ def train(
                 sizes = sizes if isinstance(sizes, list) else [sizes] * micro_batches
                 for number, size in enumerate(sizes):
                     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
-                    loss = model(input_ids=ids, labels=ids).loss
+                    if own_loss:
+                        loss = _loss_of(model(input_ids=ids).logits, ids)
+                    else:
+                        loss = model(input_ids=ids, labels=ids).loss
                     if zeroes_late and not number:
                         optimizer.zero_grad()
                     loss.backward()
@@ -140,3 +146,7 @@ def train(
                 planner.remove()
     trained.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return trained
+
+
+def _loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())

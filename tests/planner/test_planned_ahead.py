@@ -91,6 +91,23 @@ def test_gradients_that_are_there_in_forward_are_counted(
     assert ("gradients of the last step" in caplog.text) is late
 
 
+def test_a_loss_that_the_loop_computes_of_the_logits_is_counted() -> None:
+    """Models without labels return logits, here most of the memory."""
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(vocab_size=2048)
+
+    plain = train(model, steps=4, own_loss=True)
+    found = train(model, memory_of(0.9, plain), steps=4, own_loss=True)
+    assert found.phases == ["warm-up", "search", "stable", "stable"]
+    assert max(found.peaks) <= 0.9 * plain.peak_bytes
+    assert found.planner is not None
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
+    assert found.planner.evicted_bytes == 0
+    assert found.losses == plain.losses
+
+
 def test_the_outcome_compares_with_the_step_without_a_plan(unplanned: Trained) -> None:
     found = train(tiny_llama, memory_of(0.7, unplanned), steps=6)
     assert found.planner is not None

@@ -489,8 +489,15 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _result(output: Any) -> torch.Tensor | None:
-    """Return the loss, or without one the first result that requires a gradient."""
-    loss = getattr(output, "loss", None)
+    """Return the loss, or without one the first result that requires a gradient.
+
+    Of logits it is the loss that most loops compute of them themselves: cross entropy in fp32.
+    """
+    loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+    if loss is None and isinstance(logits, torch.Tensor) and logits.requires_grad and logits.dim() > 1:
+        rows = logits.float().flatten(0, -2)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
     leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
 

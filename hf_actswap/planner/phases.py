@@ -84,6 +84,9 @@ LEAST_ON_PAPER_BYTES = 4 * GIB
 """On less memory steps are recorded: parts of the allocator's pages, of 20 MiB each, are a larger share there
 than a plan from shapes leaves to them."""
 
+FEW_GRADIENTS = 0.005
+"""Share of memory that gradients may take unforeseen: those of adapters are not worth another search."""
+
 TIMED_STEPS = 2
 """How many steps are timed once a plan that was found on paper runs as any other."""
 
@@ -490,7 +493,9 @@ class Planner:
         run, accumulates = self._run, self._in_step
         old_bytes = self._gradient_bytes()
         self._may_find_gradients = accumulates and not old_bytes
-        if not old_bytes:
+        if accumulates and old_bytes:
+            self._micro_batches = 2  # or more: the step's end shows it
+        if old_bytes <= FEW_GRADIENTS * run.limit_bytes:
             return False
         if not accumulates:
             with self.logging_context():
@@ -499,7 +504,6 @@ class Planner:
                 )
                 run.log.info(said, gib_text(old_bytes))
             return self._plans_ahead(args, kwargs, old_bytes)
-        self._micro_batches = 2  # or more: the step's end shows it
         run.meter.let_go()
         planned = self._plans_ahead(args, kwargs)
         if isinstance(self._phase, SearchPhase):
@@ -516,9 +520,7 @@ class Planner:
         ``old_gradient_bytes`` are there in forward, and gone before backward.
         """
         run, phase = self._run, self._phase
-        budget_gib, there = run.training.memory.budget_gib, run.meter.limit_bytes()
-        least = there if budget_gib is None else min(there, round(budget_gib * GIB))
-        on_paper = run.profile_on_paper if least >= LEAST_ON_PAPER_BYTES else None
+        on_paper = run.profile_on_paper if run.limit_bytes >= LEAST_ON_PAPER_BYTES else None
         if not all(from_all_ranks(on_paper is not None)) or on_paper is None:
             return False
         if self.progress is not None:  # it takes seconds

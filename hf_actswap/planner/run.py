@@ -170,6 +170,12 @@ class Run:
             self._of_weights = self.weights.stats()
 
     @property
+    def limit_bytes(self) -> int:
+        """The most device memory of a step: that of the device, or the budget if that is less."""
+        budget_gib, there = self.training.memory.budget_gib, self.meter.limit_bytes()
+        return there if budget_gib is None else min(there, round(budget_gib * GIB))
+
+    @property
     def name(self) -> str:
         """The planner's mode."""
         return self.training.memory.mode

@@ -244,10 +244,16 @@ def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
 
     def run() -> None:
         try:
-            found.append(compute())
+            with ExitStack() as around:
+                for kind, dtype in autocasts.items():
+                    around.enter_context(torch.autocast(kind, dtype))
+                found.append(compute())
         except Exception:  # an error is on its way already, and it is the one that counts
             logger.debug("the step is not known on paper", exc_info=True)
 
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    autocasts = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     context = contextvars.copy_context()  # it holds the tensor-parallel group
     thread = threading.Thread(target=context.run, args=(run,), name="step-on-paper")
     thread.start()

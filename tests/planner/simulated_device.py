@@ -92,6 +92,7 @@ def train(
     transfer: Transfer | None = None,
     zeroes_late: bool = False,
     own_loss: bool = False,
+    autocast: bool = False,
     **sections: Any,
 ) -> Trained:
     """Train with AdamW.
@@ -101,6 +102,7 @@ def train(
         shape: of all batches, or of a step's; a list: of each of its micro-batches.
         zeroes_late: whether gradients are set to zero between a step's first forward and backward.
         own_loss: whether the loop computes the loss, from the model's logits.
+        autocast: whether the loop has the forward in bf16 autocast.
     """
     torch.manual_seed(0)
     model = build().train()
@@ -123,10 +125,11 @@ def train(
                 sizes = sizes if isinstance(sizes, list) else [sizes] * micro_batches
                 for number, size in enumerate(sizes):
                     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
-                    if own_loss:
-                        loss = _loss_of(model(input_ids=ids).logits, ids)
-                    else:
-                        loss = model(input_ids=ids, labels=ids).loss
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        if own_loss:
+                            loss = _loss_of(model(input_ids=ids).logits, ids)
+                        else:
+                            loss = model(input_ids=ids, labels=ids).loss
                     if zeroes_late and not number:
                         optimizer.zero_grad()
                     loss.backward()

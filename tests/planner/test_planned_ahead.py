@@ -108,6 +108,16 @@ def test_a_loss_that_the_loop_computes_of_the_logits_is_counted() -> None:
     assert found.losses == plain.losses
 
 
+def test_autocast_around_the_call_of_the_model_is_that_of_the_step_on_paper() -> None:
+    plain = train(tiny_llama, steps=4, autocast=True)
+    found = train(tiny_llama, memory_of(0.8, plain), steps=4, autocast=True)
+    assert found.phases == ["warm-up", "search", "stable", "stable"]
+    assert found.planner is not None
+    assert found.planner.task is not None
+    assert found.planner.task.unplanned.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.01)
+    assert found.losses == plain.losses
+
+
 def test_the_outcome_compares_with_the_step_without_a_plan(unplanned: Trained) -> None:
     found = train(tiny_llama, memory_of(0.7, unplanned), steps=6)
     assert found.planner is not None

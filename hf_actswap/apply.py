@@ -38,12 +38,13 @@ from .plan.dry_run import is_dry
 from .plan.model_structure import unwrapped
 from .plan.tiles import tile_ladder
 from .plan.wrapper_rules import problems_of_checkpointing
-from .plan.wrappers import without_cache, without_checkpointing
+from .plan.wrappers import WithoutCheckpointing, without_cache
 from .planner import Meter, OptimizerInBackward, PlannedTraining, Planner, start_planner
 from .planner.memory_errors import name_memory_errors
 from .planner.record.recorder import batch_shape
 from .planner.run import MovableWeights
 from .planner.states.in_backward import KEY
+from .releases import checkpointing_argument
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
@@ -96,14 +97,16 @@ def apply(
         raise with_problems_of_model(error, model_structure(model)) from None
     resources = Resources(transfer, progress)
     with _console_on_rank_0(), ExitStack() as undo:
+        checkpointing = None
         if isinstance(requested, MemoryPlan):
             structure = model_structure(model)
             say_what_to_know_of(config_or_plan, requested, structure)
             applied: AppliedPlan | Planner = apply_plan(model, requested, structure, resources)
         else:
             if requested.memory.mode == "adaptive":
-                undo.callback(without_checkpointing(model))
-            applied = _apply_config(model, requested, resources, optimizer, meter)
+                checkpointing = WithoutCheckpointing(model)
+                undo.callback(checkpointing.undo)
+            applied = _apply_config(model, requested, resources, optimizer, meter, checkpointing)
             optimizer_in_backward(model, requested.memory, optimizer, applied)
         applied.on_remove(undo.pop_all().close)
     if isinstance(applied, Planner) or applied.plan.does_anything:
@@ -142,6 +145,7 @@ def _apply_config(
     resources: Resources,
     optimizer: torch.optim.Optimizer | None,
     meter: Meter | None,
+    checkpointing: WithoutCheckpointing | None,
 ) -> AppliedPlan | Planner:
     structure = model_structure(model)
     plan = resolve_plan(requested, structure)
@@ -156,7 +160,9 @@ def _apply_config(
     if plan.streamed is not None:
         budget = ChunkBudget(requested.memory, optimizer, meter)
         return apply_plan(model, plan, structure, resources, budget)
-    training = PlannedTraining(model, structure, plan, requested.memory, optimizer)
+    training = PlannedTraining(
+        model, structure, plan, requested.memory, optimizer, checkpointing=checkpointing
+    )
     return plan_while_training(training, resources, meter=meter, written=requested)
 
 
@@ -237,6 +243,10 @@ def plan_while_training(
     def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
         return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
 
+    off = training.checkpointing
+    for stack in whole.stacks:  # of which the planner decides nothing
+        if off is not None and off.not_in(root.get_submodule(stack.path)):
+            logger.info("%s stays on in %s, beside the plan.", checkpointing_argument(), stack.path)
     ladder: Iterable[MemoryPlan] | None = None
     if written is not None and training.memory.mode == "adaptive":
         size = 1 if replicas is None else replicas.size

@@ -41,7 +41,7 @@ from ..plan import (
     model_structure,
     resolve_plan,
 )
-from ..plan.wrappers import is_checkpointed, is_compiled, without_checkpointing
+from ..plan.wrappers import WithoutCheckpointing, is_checkpointed, is_compiled
 from ..planner import OptimizerInBackward, PlannedTraining, Planner
 from ..planner.memory_errors import naming_memory_errors
 from ..releases import compiled_regions_are_called
@@ -401,8 +401,8 @@ class ActSwapCallback(TrainerCallback):
         model = called_model(calling_trainer(self), kwargs["model"])
         with ExitStack() as undo:
             with self._console_on_rank_0(state), failing_together("checkpointing", args.ddp_timeout):
-                self._take_over(model, args, undo)
-            plan, own, self.applied = self._put_on_model(model, args, state, kwargs)
+                checkpointing = self._take_over(model, args, undo)
+            plan, own, self.applied = self._put_on_model(model, args, state, kwargs, checkpointing)
             self.applied.on_remove(undo.pop_all().close)
         self._before = self._step = SwapStats()
         self._logged, self._bytes_said = self.applied.plan, False
@@ -414,20 +414,28 @@ class ActSwapCallback(TrainerCallback):
             with console_logging(logger):
                 self._say_plan(plan)
 
-    def _take_over(self, model: nn.Module, args: TrainingArguments, undo: ExitStack) -> None:
-        """Switch gradient checkpointing off if the planner decides, or if only a default asks for it."""
+    def _take_over(
+        self, model: nn.Module, args: TrainingArguments, undo: ExitStack
+    ) -> WithoutCheckpointing | None:
+        """Switch gradient checkpointing off if the planner decides, or if only a default asks for it.
+
+        Returns what the planner has switched off.
+        """
         if self._config.memory.mode == "adaptive":
-            undo.callback(without_checkpointing(model))
+            off = WithoutCheckpointing(model)
+            undo.callback(off.undo)
             undo.callback(without_checkpointing_argument(args))
+            return off
         elif self.parallel is None and any(map(is_checkpointed, model.modules())):
             with ExitStack() as on_again:
-                on_again.callback(without_checkpointing(model, reason=""))
+                on_again.callback(WithoutCheckpointing(model, reason="").undo)
                 plan = self._plan_for(model_structure(model))
             check_what_was_written(plan)
             if (owner := default_of(args)) is not None and needs_its_place(plan):
                 reason = f"({owner} has it on by default): the plan takes its place; it is on again after it"
-                undo.callback(without_checkpointing(model, reason))
+                undo.callback(WithoutCheckpointing(model, reason).undo)
                 undo.callback(without_checkpointing_argument(args))
+        return None
 
     def _say_plan(self, plan: MemoryPlan) -> None:
         config, applied = self._config, self.applied
@@ -460,7 +468,12 @@ class ActSwapCallback(TrainerCallback):
             logger.info("%s", line)
 
     def _put_on_model(
-        self, model: nn.Module, args: TrainingArguments, state: TrainerState, event: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        state: TrainerState,
+        event: Mapping[str, Any],
+        checkpointing: WithoutCheckpointing | None,
     ) -> tuple[MemoryPlan, MemoryPlan, AppliedPlan | Planner]:
         """Apply the plan to the model; return the whole model's plan, this rank's, and what is on it."""
         requested, config, parallel = self._requested, self._config, self.parallel
@@ -501,6 +514,7 @@ class ActSwapCallback(TrainerCallback):
                 counts_steps=False,
                 micro_batches=args.gradient_accumulation_steps,
                 earlier_plan=self._resumed_from,
+                checkpointing=checkpointing,
             )
             with self._console_on_rank_0(state):
                 applied = self._put_on(training, args, state)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -129,21 +129,32 @@ logger = logging.getLogger(__name__)
 PLANNER_DECIDES = "while the planner decides what is recomputed; it is on again after it"
 
 
-def without_checkpointing(model: nn.Module, reason: str = PLANNER_DECIDES) -> Callable[[], None]:
-    """Switch gradient checkpointing off in all layers; return a function that switches it on again.
+class WithoutCheckpointing:
+    """Gradient checkpointing switched off in all layers of a model, until `undo`.
 
-    Logs that it is off, with the reason; an empty one is not logged.
+    The log says that it is off, with the reason; an empty one is not logged.
     """
-    on = [module for module in model.modules() if is_checkpointed(module)]
-    if on and reason:
-        logger.info("%s is off %s.", checkpointing_argument(), reason)
 
-    def switch(state: bool) -> None:
-        for module in on:
-            module.gradient_checkpointing = state  # type: ignore[assignment]
+    def __init__(self, model: nn.Module, reason: str = PLANNER_DECIDES) -> None:
+        self._on = [module for module in model.modules() if is_checkpointed(module)]
+        if self._on and reason:
+            logger.info("%s is off %s.", checkpointing_argument(), reason)
+        self._switch(self._on, False)
 
-    switch(False)
-    return functools.partial(switch, True)
+    def undo(self) -> None:
+        self._switch(self._on, True)
+
+    def not_in(self, layers: nn.Module) -> bool:
+        """Switch it on again in some of the model's layers; return whether it was on there."""
+        inside = {id(module) for module in layers.modules()}
+        found = [module for module in self._on if id(module) in inside]
+        self._switch(found, True)
+        return bool(found)
+
+    @staticmethod
+    def _switch(modules: Iterable[nn.Module], on: bool) -> None:
+        for module in modules:
+            module.gradient_checkpointing = on  # type: ignore[assignment]
 
 
 def is_checkpointed(layer: nn.Module) -> bool:

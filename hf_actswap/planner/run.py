@@ -26,6 +26,7 @@ from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, Scope, Tile
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.wrappers import WithoutCheckpointing
 from .budget import BudgetError, impossible
 from .meter import Meter
 from .oom_guard import OomGuard, guard_compiled
@@ -71,6 +72,7 @@ class PlannedTraining:
         part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
         earlier_plan: path of a plan file that an earlier part of this training wrote beside its checkpoint;
             it is used if it was made for the same run, and is never written. ``None``: there is none.
+        checkpointing: gradient checkpointing that the user has on, and that is off in the decoder meanwhile.
     """
 
     model: nn.Module
@@ -84,6 +86,7 @@ class PlannedTraining:
     micro_batches: int = 1
     part: str = ""
     earlier_plan: str | None = None
+    checkpointing: WithoutCheckpointing | None = None
 
 
 @dataclass(frozen=True)

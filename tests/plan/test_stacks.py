@@ -24,6 +24,7 @@ from transformers import (
 
 from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.plan.wrappers import is_checkpointed
 from hf_actswap.releases import is_since
 from hf_actswap.report.console import plan_table
 from tests.quick_cases import quick_first
@@ -332,3 +333,21 @@ def test_a_tower_inside_compiled_code_is_rejected_and_only_it() -> None:
     with apply(model, {**ALL_SIZES, **SWAP_LAYERS}) as applied:
         step(model, "gemma3")
         assert applied.stats().offloaded_bytes > 0
+
+
+def test_the_planner_leaves_checkpointing_on_beside_the_decoder(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the encoder it decides nothing; without checkpointing all of it would be kept."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    before = [name for name, module in model.named_modules() if is_checkpointed(module)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level("INFO"), apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer):
+        left = {name for name, module in model.named_modules() if is_checkpointed(module)}
+        assert left == {name for name in before if name.startswith("encoder.block.")}
+        assert "stays on in encoder.block, beside the plan" in caplog.text
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [name for name, module in model.named_modules() if is_checkpointed(module)] == before

@@ -244,7 +244,9 @@ class Planner:
             self._after_warm_up(phase)
         elif isinstance(phase, SearchPhase):
             over, before = phase.step_ended(), self._micro_batches
-            self._micro_batches = max(before, phase.micro_batches)
+            self._micro_batches = phase.micro_batches
+            if before == 1 < self._micro_batches and self._may_find_gradients:
+                self._may_plan_ahead = True  # several ranks, which did not look in mid-step
             anew = phase.corrected or self._micro_batches > before
             if not (anew and self._states_move_now(phase)) and over:
                 self._settle(phase)
@@ -332,7 +334,7 @@ class Planner:
         step = phase.step_ended()
         if step is None:
             return
-        self._micro_batches = phase.micro_batches
+        self._micro_batches = max(from_all_ranks(phase.micro_batches))
         self._recorded = _better_record(step, self._recorded)
         if step is self._recorded and not self._unplanned:
             self._warm_up_peak_bytes = phase.peak_bytes
@@ -476,7 +478,8 @@ class Planner:
             self._may_find_gradients = not self._seen and self._micro_batches == 1
             old_bytes = self._gradient_bytes() if again else 0
             changed = self._plans_ahead(args, kwargs, old_bytes) or changed
-        elif self._may_find_gradients and self._seen:
+        elif self._may_find_gradients and self._seen and not (self._in_step and world_size() > 1):
+            # In mid-step ranks may have different numbers of micro-batches, and cannot search together.
             changed = self._finds_gradients(args, kwargs) or changed
         return changed
 
@@ -490,7 +493,7 @@ class Planner:
         Every rank must call it. In the first step the coming backward adds to them. In the second the loop
         sets them to zero between forward and backward.
         """
-        run, accumulates = self._run, self._in_step
+        run, accumulates, before = self._run, self._in_step, self.plan
         old_bytes = self._gradient_bytes()
         self._may_find_gradients = accumulates and not old_bytes
         if accumulates and old_bytes:
@@ -503,10 +506,13 @@ class Planner:
                     "gradients of the last step (%s) are there in forward; zero_grad() ahead of it frees them"
                 )
                 run.log.info(said, gib_text(old_bytes))
-            return self._plans_ahead(args, kwargs, old_bytes)
-        run.meter.let_go()
-        planned = self._plans_ahead(args, kwargs)
-        if isinstance(self._phase, SearchPhase):
+        else:
+            run.meter.let_go()
+        planned = self._plans_ahead(args, kwargs, 0 if accumulates else old_bytes)
+        if isinstance(self._phase, WarmUp):
+            self._last = self._last or before  # where nothing fits, it stays on under the guard
+        elif accumulates:
+            run.step_starts()
             self._phase.step_starts()
         return planned
 

@@ -463,6 +463,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:
     result = _result(model(**call))  # the rest is freed, as in training
+    torch.clear_autocast_cache()  # as autocast around a forward does at its end
     if result is not None:
         result.backward(torch.empty_like(result))
 

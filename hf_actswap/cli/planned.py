@@ -391,7 +391,7 @@ def _with_states_in_passing(result: SearchResult, chosen: WholeStep, kept_ms: fl
 
 
 _NEARLY = 1.02
-"""What tiles elsewhere can lower the least peak by, where the simulated plans of searches are less even."""
+"""Tiles elsewhere lower the least peak by less than this factor: searches come so near to it."""
 
 
 def _may_help(tiles: Iterable[Tile], missed: BudgetError) -> bool:

@@ -62,20 +62,19 @@ class ActSwap(Callback):
             self.applied.remove()
 
     def _model(self, module: LightningModule) -> nn.Module:
-        found = dict(_models_in(module, ""))
-        names = list(found) if self.attribute is None else [self.attribute]
+        names = list(_models_in(module, "")) if self.attribute is None else [self.attribute]
         if len(names) != 1:
             listed = ", ".join(names) or "none"
             hint = 'Name it: ActSwap(config, attribute="student").' if names else ""
             raise PlanError([Problem("attribute", "one transformers model in the module", listed, hint)])
-        return found.get(names[0]) or module.get_submodule(names[0])
+        return module.get_submodule(names[0])
 
 
-def _models_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules with a configuration of transformers, by their names."""
+def _models_in(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Yield the names of the outermost modules with a configuration of transformers."""
     for name, child in module.named_children():
         if isinstance(getattr(getattr(child, "config", None), "model_type", None), str):
-            yield prefix + name, child
+            yield prefix + name
         else:
             yield from _models_in(child, f"{prefix}{name}.")
 

@@ -474,9 +474,9 @@ class Planner:
         if is_dry(args, kwargs):
             return changed
         if self._may_plan_ahead:
-            self._may_plan_ahead, again = False, self._seen and self._micro_batches == 1
-            self._may_find_gradients = not self._seen and self._micro_batches == 1
-            old_bytes = self._gradient_bytes() if again else 0
+            self._may_plan_ahead, one = False, self._micro_batches == 1
+            self._may_find_gradients = one and not self._seen
+            old_bytes = self._gradient_bytes() if one and self._seen else 0
             changed = self._plans_ahead(args, kwargs, old_bytes) or changed
         elif self._may_find_gradients and self._seen and not (self._in_step and world_size() > 1):
             # In mid-step ranks may have different numbers of micro-batches, and cannot search together.
@@ -500,14 +500,12 @@ class Planner:
             self._micro_batches = 2  # or more: the step's end shows it
         if old_bytes <= FEW_GRADIENTS * run.limit_bytes:
             return False
-        if not accumulates:
-            with self.logging_context():
-                said = (
-                    "gradients of the last step (%s) are there in forward; zero_grad() ahead of it frees them"
-                )
-                run.log.info(said, gib_text(old_bytes))
-        else:
+        if accumulates:
             run.meter.let_go()
+        else:
+            said = "gradients of the last step (%s) are there in forward; zero_grad() ahead of it frees them"
+            with self.logging_context():
+                run.log.info(said, gib_text(old_bytes))
         planned = self._plans_ahead(args, kwargs, 0 if accumulates else old_bytes)
         if isinstance(self._phase, WarmUp):
             self._last = self._last or before  # where nothing fits, it stays on under the guard

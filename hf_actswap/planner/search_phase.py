@@ -50,6 +50,7 @@ class SearchPhase:
         outgrown: the plans tried before a larger batch came.
         planning_s: seconds that each search by prediction took.
         corrected: whether the last step has corrected the predictions.
+        micro_batches: how many the last step had, on the rank with most.
 
     Raises:
         BudgetError: no plan fits by prediction.

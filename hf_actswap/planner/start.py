@@ -9,7 +9,6 @@ logged for debugging: the training goes on without it, or another error is about
 
 from __future__ import annotations
 
-import contextvars
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config.sizes import GIB, device_kind, gib_text
 from ..engine.agreement import world_size
+from ..engine.call_state import CallState
 from ..engine.device_allocator import let_segments_expand
 from ..engine.frozen_weights import weights_of
 from ..engine.hook_wrappers import Hook
@@ -244,18 +244,14 @@ def _on_own_thread(compute: Callable[[], Value | None]) -> Value | None:
 
     def run() -> None:
         try:
-            with ExitStack() as around:
-                for kind, dtype in autocasts.items():
-                    around.enter_context(torch.autocast(kind, dtype))
+            with state.autocast_restored():
                 found.append(compute())
         except Exception:  # an error is on its way already, and it is the one that counts
             logger.debug("the step is not known on paper", exc_info=True)
 
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
-    autocasts = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    context = contextvars.copy_context()  # it holds the tensor-parallel group
-    thread = threading.Thread(target=context.run, args=(run,), name="step-on-paper")
+    # Its context variables hold the tensor-parallel group.
+    state = CallState(torch.accelerator.current_accelerator() or torch.device("cpu"), False, ())
+    thread = threading.Thread(target=state.run, args=(run,), name="step-on-paper")
     thread.start()
     thread.join()
     return found[0] if found else None

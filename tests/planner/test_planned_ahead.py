@@ -68,6 +68,16 @@ def test_what_others_hold_on_the_device_is_counted(unplanned: Trained) -> None:
     assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
 
 
+def assert_predicted_within(share: float, plain: Trained, found: Trained) -> None:
+    """One plan has kept all steps within a share of the peak without one, as predicted."""
+    assert max(found.peaks) <= share * plain.peak_bytes
+    assert found.planner is not None
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
+    assert found.planner.evicted_bytes == 0
+    assert found.losses == plain.losses
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["accumulated", "of the last step"])
 def test_gradients_that_are_there_in_forward_are_counted(
     late: bool, caplog: pytest.LogCaptureFixture
@@ -82,12 +92,7 @@ def test_gradients_that_are_there_in_forward_are_counted(
     with caplog.at_level("INFO"):
         found = train(model, memory_of(0.8, plain), steps=5, **how)
     assert found.phases == ["warm-up", "search", *["search"] * late, *["stable"] * (3 - late)]
-    assert max(found.peaks) <= 0.8 * plain.peak_bytes
-    assert found.planner is not None
-    (trial,) = found.planner.trials
-    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
-    assert found.planner.evicted_bytes == 0
-    assert found.losses == plain.losses
+    assert_predicted_within(0.8, plain, found)
     assert ("gradients of the last step" in caplog.text) is late
 
 
@@ -100,12 +105,7 @@ def test_a_loss_that_the_loop_computes_of_the_logits_is_counted() -> None:
     plain = train(model, steps=4, own_loss=True)
     found = train(model, memory_of(0.9, plain), steps=4, own_loss=True)
     assert found.phases == ["warm-up", "search", "stable", "stable"]
-    assert max(found.peaks) <= 0.9 * plain.peak_bytes
-    assert found.planner is not None
-    (trial,) = found.planner.trials
-    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
-    assert found.planner.evicted_bytes == 0
-    assert found.losses == plain.losses
+    assert_predicted_within(0.9, plain, found)
 
 
 def test_autocast_around_the_call_of_the_model_is_that_of_the_step_on_paper() -> None:

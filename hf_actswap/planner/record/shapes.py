@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
+from ...engine.tiled_calls import no_saved_tensor_hooks
 from ...plan.actions import Scope
 from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights, times_run
 from ...plan.model_structure import ModelStructure, is_below, unwrapped
@@ -497,7 +498,7 @@ def _result(output: Any) -> torch.Tensor | None:
     loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     if loss is None and isinstance(logits, torch.Tensor) and logits.requires_grad and logits.dim() > 1:
         rows = logits.float().flatten(0, -2)
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        with no_saved_tensor_hooks():
             return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
     leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)

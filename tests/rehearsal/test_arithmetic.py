@@ -24,6 +24,8 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 INDEX = torch.tensor([3, 0, 3, 2])
 OPS: dict[str, tuple[Op, tuple[torch.Tensor, ...]]] = {
     "mean": (lambda x: x.mean(-1), (rand(3, 5),)),
+    "prod": (lambda x: x.prod(-1), (rand(3, 5),)),
+    "lgamma": (lambda x: x.lgamma(), (rand(3, 5),)),
     "cumsum": (lambda x: x.cumsum(0), (rand(3, 5),)),
     "index": (lambda x: x[INDEX.to(x.device)], (rand(4, 5),)),
     "mask": (lambda x: x[x > 0.5], (rand(4, 5),)),

@@ -103,6 +103,13 @@ const std::map<std::string, Kind>& special_ops() {
 
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
+// Ops whose kernels PyTorch has NVRTC compile when they first run (`AT_USE_JITERATOR`), which needs a GPU.
+bool is_compiled(const std::string& name) {
+  static const std::set<std::string> names{"aten::prod",   "aten::gcd",  "aten::lcm",  "aten::digamma", "aten::lgamma",
+                                           "aten::polygamma", "aten::i0", "aten::sinc", "aten::exp2",    "aten::erfinv"};
+  return names.count(name) > 0 || starts_with(name, "aten::special_");
+}
+
 Kind kind_of(const std::string& name, const std::string& overload) {
   static const std::set<std::string> values_first{
       "aten::equal",         "aten::nonzero",   "aten::masked_select",     "aten::_unique",
@@ -110,7 +117,8 @@ Kind kind_of(const std::string& name, const std::string& overload) {
       "aten::repeat_interleave", "aten::bincount", "aten::convolution", "aten::convolution_backward"};  // not cuDNN
   auto found = special_ops().find(name);
   if (found != special_ops().end()) return found->second;
-  if (values_first.count(name) && overload.find("out") == std::string::npos) return Kind::values_first;
+  bool alone = values_first.count(name) || is_compiled(name);
+  if (alone && overload.find("out") == std::string::npos) return Kind::values_first;
   if (attention_of(name)) return Kind::attention;
   bool product = name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::baddbmm";
   if (product && starts_with(overload, "dtype")) return Kind::out_dtype;
@@ -178,12 +186,12 @@ class Arithmetic : public c10::OperatorKernel {
     gives_ = schema.returns().size();
     gathers_ = gathers(schema.operator_name().name);
     flash_ = attention_of(schema.operator_name().name);
-    is_convolution_ = starts_with(name_, "aten::convolution");
+    needs_values_ = starts_with(name_, "aten::convolution") || is_compiled(schema.operator_name().name);
     is_of_cudnn_ = is_of_cudnn(schema.operator_name().name);
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    if (kind_ == Kind::values_first && (state().level != Level::none || is_convolution_)) return values_first(op, stack);
+    if (kind_ == Kind::values_first && (state().level != Level::none || needs_values_)) return values_first(op, stack);
     if (inside) return kernel_.callBoxed(op, keys, stack);
     if (kind_ == Kind::copy && crosses(*stack)) return kernel_.callBoxed(op, keys, stack);
     Stack given(stack->end() - takes_, stack->end());
@@ -374,7 +382,7 @@ class Arithmetic : public c10::OperatorKernel {
   Kind kind_;
   std::string name_;
   std::vector<bool> reads_, writes_;
-  bool is_mutable_ = false, is_of_cudnn_ = false, is_convolution_ = false, gathers_ = false;
+  bool is_mutable_ = false, is_of_cudnn_ = false, needs_values_ = false, gathers_ = false;
   int generator_ = -1;
   size_t takes_ = 0, gives_ = 0;
   const AttentionOp* flash_ = nullptr;

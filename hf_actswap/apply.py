@@ -222,7 +222,7 @@ def plan_while_training(
     meter: Meter | None = None,
     written: ActSwapConfig | None = None,
 ) -> Planner:
-    """Start the planner, which searches a plan for the decoder while a model trains (see `apply`).
+    """Start the planner, which searches a plan while a model trains (see `apply`).
 
     All plans that are tried share the same host memory.
 
@@ -235,7 +235,8 @@ def plan_while_training(
             tiles beyond those of this configuration. ``None``: none do.
     """
     model, whole = training.model, training.structure
-    shape, root, replicas = whole.decoder, unwrapped(model), enclosing_replicas()
+    root, replicas = unwrapped(model), enclosing_replicas()
+    shape = whole.planned_in(root)
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         return apply_plan(model, plan, shape, replace(given, pack_handler=pack_handler))
@@ -244,8 +245,8 @@ def plan_while_training(
         return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
 
     off = training.checkpointing
-    for stack in whole.stacks:  # of which the planner decides nothing
-        if off is not None and off.not_in(root.get_submodule(stack.path)):
+    for stack in whole.stacks:
+        if stack not in shape.stacks and off is not None and off.not_in(root.get_submodule(stack.path)):
             logger.info("%s stays on in %s, beside the plan.", checkpointing_argument(), stack.path)
     ladder: Iterable[MemoryPlan] | None = None
     if written is not None and training.memory.mode == "adaptive":

@@ -14,7 +14,7 @@ from ..engine import host_memory
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.actions import Tile
+from ..plan.actions import Tile, whole_layers_again
 from ..plan.tiles import tile_names
 from ..planner.budget import (
     MARGIN_SHARE,
@@ -41,7 +41,7 @@ from ..planner.search.states_place import (
 )
 from ..planner.states.state_bytes import state_bytes
 from .output import busy, size_text, step_ms_text
-from .step import StepShape, ladder_of, profile_of, recompute_everything, weights_on_host
+from .step import StepShape, ladder_of, profile_of, weights_on_host
 from .subject import AnalysedModel
 
 LEAST = "least budget"
@@ -245,9 +245,9 @@ def comparison_steps(
     If fates are written by hand `BY_HAND` too; and `PLANNER_SAME_PEAK`, the planner's plan within the same
     peak, if those fates take much longer.
     """
-    layers, family = profile.num_layers, profile.family
     simulator = simulator or Simulator(profile)
-    plans = {NOTHING: MemoryPlan((), layers, family), EVERYTHING: recompute_everything(layers, family)}
+    nothing = MemoryPlan((), profile.num_layers, profile.family)
+    plans = {NOTHING: nothing, EVERYTHING: replace(nothing, rows=whole_layers_again(profile.layers))}
     if written.rows:
         plans[BY_HAND] = written
     steps = {name: simulator.predict(plan, curve=False) for name, plan in plans.items()}

@@ -28,7 +28,7 @@ from ..pipeline import StagedModel, record_layer_outputs
 from ..pipeline.runtime import bubble_share, order_of_passes, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.actions import format_scopes
+from ..plan.actions import format_scopes, whole_layers_again
 from ..plan.dry_run import dry_call, exchanged, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import BudgetError, allocatable_bytes, budget_bytes, budget_for, limit_bytes, limits_of
@@ -47,7 +47,6 @@ from .step import (
     profile_of,
     ranks_of_a_machine,
     ranks_of_a_stage,
-    recompute_everything,
 )
 from .subject import DTYPES, AnalysedModel
 
@@ -104,7 +103,8 @@ class StagesAnswer:
     def verdict(self) -> Verdict:
         """What the first line says: of the stage that needs most memory, and of all stages' time."""
         layers, family = self.layout.num_layers, self.step.plans[0].family
-        keep, everything = MemoryPlan((), layers, family), recompute_everything(layers, family)
+        keep = MemoryPlan((), layers, family)
+        everything = replace(keep, rows=whole_layers_again(range(layers)))
         plans, shape = self.step.plans, self.asker.shape
         profile = self.pipeline.stages[0].profile
         free, checkpointed = (_seen(self.pipeline.step(self._by_stage(one))) for one in (keep, everything))

@@ -20,7 +20,7 @@ from ..engine.install import put_tiles, tile_parts
 from ..errors import PlanError, Problem
 from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import OpCall, Scope, Tile, whole_layers_again
+from ..plan.actions import OpCall, Scope, Tile
 from ..plan.record import SavedStorage
 from ..plan.tiles import tile_ladder
 from ..planner.cost.data_axis import Unit, data_axis, units_of
@@ -480,11 +480,6 @@ def saved_by_op(profile: Profile, scope: Scope, op_path: str) -> int:
     return sum(
         size for (of, path), size in by_op if of == scope and (path == op_path or path.startswith(below))
     )
-
-
-def recompute_everything(num_layers: int, family: str) -> MemoryPlan:
-    """Return the plan that recomputes every layer: gradient checkpointing."""
-    return MemoryPlan(whole_layers_again(num_layers), num_layers, family)
 
 
 def prediction_document(found: Prediction) -> dict[str, Any]:

@@ -325,10 +325,8 @@ def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapC
             key = "recompute_config", "parallel_optimizer_comm_recompute"
             hint = "Write it in the document's own recompute_config."
             inner.problem(key, "a key for one stack", "one for the model", hint)
+        check_fates(findings, memory, swap, recompute, name)
         found[name] = ActSwapConfig(swap, recompute)
-    if found and memory.mode != "off":
-        hint = "A planner plans the decoder, and leaves other stacks as they are."
-        findings.problem(("stacks",), f"no `stacks` beside memory.mode: {memory.mode}", "both", hint)
     return found
 
 

@@ -128,9 +128,12 @@ def read_memory(findings: Findings) -> MemoryConfig:
 
 
 def check_fates(
-    findings: Findings, memory: MemoryConfig, swap: SwapConfig, recompute: RecomputeConfig
+    findings: Findings, memory: MemoryConfig, swap: SwapConfig, recompute: RecomputeConfig, stack: str = ""
 ) -> None:
-    """Reject fates written by hand beside ``mode: adaptive``, which chooses all of them itself."""
+    """Reject fates written by hand beside ``mode: adaptive``, which chooses all of them itself.
+
+    ``stack`` names the stack for which they are written, if that is not the decoder's.
+    """
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
@@ -144,6 +147,7 @@ def check_fates(
     if recompute.compile_budget is not None:
         written.append("recompute_config.compile_budget")
     for key in written:
+        key = f"stacks.{stack}.{key}" if stack else key
         expected = f"no `{key}` beside adaptive, which chooses every fate itself"
         hint = "Use smart_swap, which keeps what is written by hand."
         findings.problem(_mode_path(findings), expected, "both", hint)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
-from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
+from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights, know_values
 from ..plan.forward_recorder import ForwardRecorder
 from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.record import SavedStorage
@@ -131,6 +131,7 @@ def _record_saved(
     with dry_call(model, kwargs) as named:
         state = fake_weights(called, device)
         fake_args, fake_kwargs = fake_batch((args, named), device)
+        know_values((fake_args, fake_kwargs), (args, named))
         first = next(model.parameters(), None)
         here = _CPU if first is None else device if first.is_meta else first.device
         recorder = ForwardRecorder(structure.scopes, structure.attention, here)

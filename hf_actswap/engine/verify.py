@@ -112,7 +112,11 @@ class Verifier:
             return ()
         self._on = self._always
         self._weights.clear()
-        expected, found = (torch.stack([sums[at] for _, *sums in compared]).tolist() for at in (0, 1))
+        # Some tensors may be on the CPU: tables of positions, say.
+        device = max((one.device for _, one, _ in compared), key=lambda device: device.type != "cpu")
+        expected, found = (
+            torch.stack([sums[at].to(device) for _, *sums in compared]).tolist() for at in (0, 1)
+        )
         pairs = zip(compared, expected, found, strict=True)
         return tuple(dict.fromkeys(call for (call, *_), one, other in pairs if one != other))
 

@@ -198,9 +198,14 @@ class PlanRow:
     parameters: _Parameters = field(default_factory=dict, hash=False)
 
 
-def whole_layers_again(num_layers: int) -> tuple[PlanRow, ...]:
-    """Return the rows that recompute each decoder layer as a whole: gradient checkpointing."""
-    return tuple(PlanRow(layer, "", "recompute") for layer in range(num_layers))
+def is_layer(scope: Scope | None) -> bool:
+    """Whether a scope is a layer, of the decoder or of another stack."""
+    return scope is not None and scope not in SCOPES
+
+
+def whole_layers_again(layers: Iterable[Scope]) -> tuple[PlanRow, ...]:
+    """Return the rows that recompute each of these layers as a whole: gradient checkpointing."""
+    return tuple(PlanRow(layer, "", "recompute") for layer in layers)
 
 
 @dataclass(frozen=True)

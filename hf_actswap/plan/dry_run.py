@@ -177,6 +177,70 @@ def assume_unpacked_rows() -> Iterator[None]:
         names["find_packed_sequence_indices"] = ask
 
 
+_CPU = torch.device("cpu")
+_MOST_VALUES = 2**20
+"""The most elements of a tensor of which a dry run knows the values."""
+
+_MADE_OF_NUMBERS = frozenset(
+    (
+        *(torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step),
+        *(torch.ops.aten.full.default, torch.ops.aten.zeros.default, torch.ops.aten.ones.default),
+        *(torch.ops.aten.linspace.default, torch.ops.aten.scalar_tensor.default, torch.ops.aten.eye.default),
+    )
+)
+_INDEX, _MASKED_SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
+_LIFT = torch.ops.aten.lift_fresh.default
+_DEPENDS_ON_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+
+
+class _KnownValues:
+    """The values of a dry run's small tensors, where they follow from numbers and the batch's whole numbers.
+
+    Models that see or hear read the sizes of images and sounds, count the tokens that stand for them, and
+    make indices of all this. A fake tensor has its values, a tensor on the CPU, as an attribute. An op on
+    such tensors alone is computed too; views are views of the values, and see what is written through others.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, tensor: Any) -> torch.Tensor | None:
+        if not _is_real(tensor):
+            values: torch.Tensor | None = getattr(tensor, "known_values", None)
+        else:
+            values = tensor if tensor.device == _CPU and tensor.numel() <= _MOST_VALUES else None
+        if values is None or values.untyped_storage().data_ptr() in self._lost:
+            return None
+        return values
+
+    def arguments(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """Return an op's arguments with values in place of tensors; ``None``: some are not known."""
+        first: Any = args[0] if args else None
+        if func is _LIFT and _is_real(first) and first.numel() <= _MOST_VALUES:  # by `torch.tensor`
+            return (first.cpu(),), {}
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        if schema is None or (isinstance(first, torch.Tensor) and self.of(first) is None):
+            return None
+        flat, spec = tree_flatten((args, dict(kwargs)))
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        known = [values for tensor in tensors if (values := self.of(tensor)) is not None]
+        # What is written to a real tensor, or through a view of one, is written to its fake.
+        alias = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+        depends = alias and any(map(_is_real, tensors))
+        depends = depends or torch.Tag.nondeterministic_seeded in func.tags or len(known) < len(tensors)
+        if depends or not (tensors or func in _MADE_OF_NUMBERS):
+            for values in known if schema.is_mutable else ():
+                self._lost[values.untyped_storage().data_ptr()] = values.untyped_storage()
+            return None
+        here = [_CPU if isinstance(leaf, torch.device) else leaf for leaf in flat]
+        return tree_unflatten([self.of(x) if isinstance(x, torch.Tensor) else x for x in here], spec)
+
+    def indices_of(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
+        """Return what a mask selects; ``None``: it is no mask, or its values are not known."""
+        values = self.of(mask)
+        return None if values is None or values.dtype != torch.bool else values.nonzero(as_tuple=True)
+
+
 class _FakeTensors(FakeTensorMode):
     """PyTorch's fake tensor mode, in two thirds of the time, and with answers for ``bincount`` and ``rand``.
 
@@ -194,7 +258,7 @@ class _FakeTensors(FakeTensorMode):
 
     def __init__(self, real_as: torch.device | None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._real_as = real_as
+        self._real_as, self.known = real_as, _KnownValues()
         self.stands_for = 1
 
     def validate_and_convert_non_fake_tensors(
@@ -214,6 +278,46 @@ class _FakeTensors(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
             return args[0].device
+        if func in (_INDEX, _MASKED_SELECT):
+            func, args = self._without_masks(func, args)
+        given = self.known.arguments(func, args, kwargs or {})
+        try:
+            found = self._fake(func, types, args, kwargs)
+        except _DEPENDS_ON_VALUES:
+            if given is None:
+                raise
+            computed = func(*given[0], **given[1])
+            device = next((leaf.device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)), _CPU)
+            return tree_map_only(torch.Tensor, partial(self._of_values, device=device), computed)
+        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, FakeTensor)]
+        if given is not None and (
+            func._schema.is_mutable or sum(map(torch.Tensor.numel, leaves)) <= _MOST_VALUES
+        ):
+            computed = func(*given[0], **given[1])
+            for fake, values in zip(leaves, tree_leaves(computed), strict=True):
+                fake.known_values = values  # type: ignore[attr-defined]
+        return found
+
+    def _of_values(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with self:
+            made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+        made.known_values = values  # type: ignore[attr-defined]
+        return made
+
+    def _without_masks(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Return an op that selects by masks, and its arguments, with indices in place of known masks."""
+        tensor, masks = args[0], args[1] if func is _INDEX else [args[1]]
+        if func is _MASKED_SELECT and masks[0].shape != tensor.shape:
+            return func, args
+        selected = [self.known.indices_of(mask) for mask in masks]
+        if all(one is None for one in selected):
+            return func, args
+        indices: list[Any] = []
+        for mask, one in zip(masks, selected, strict=True):
+            indices += [mask] if one is None else [self._of_values(index, tensor.device) for index in one]
+        return _INDEX, (tensor, indices)
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # The balancing losses of transformers up to 5.17 count tokens per expert with `bincount` and a
         # `minlength`, of which there are then that many; in general the number depends on the values.
         if func is torch.ops.aten.bincount.default:
@@ -250,6 +354,21 @@ class _FakeTensors(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, (arg,), *state)
         return None
+
+
+def of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what one of `READS_NUMBERS` does with fake tensors, whose data it would read, or one by one."""
+    if func is torch.tensor and args and type(args[0]) in (list, tuple):
+        args = tree_map_only(FakeTensor, torch.Tensor.item, args[0]), *args[1:]
+    elif func is torch.Tensor.tolist and is_of_dry_run(args[0]):
+        values = args[0].fake_mode.known.of(args[0])
+        if values is not None:
+            with _disable_current_modes():
+                return values.tolist()
+    return func(*args, **kwargs)
+
+
+READS_NUMBERS = frozenset((torch.tensor, torch.Tensor.tolist))
 
 
 def _is_real(value: Any) -> bool:
@@ -430,6 +549,19 @@ def fake_batch(values: Any, device: torch.device) -> Any:
         return made.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, fake, values)
+
+
+def know_values(fakes: Any, real: Any) -> None:
+    """Let a dry run know the values of small tensors of whole numbers, for which ``fakes`` stand.
+
+    Those on ``meta`` have none. ``real`` is a pytree of the same form.
+    """
+    with _disable_current_modes():
+        for fake, tensor in zip(tree_leaves(fakes), tree_leaves(real), strict=True):
+            if not isinstance(fake, FakeTensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
+                continue
+            if not tensor.is_floating_point() and tensor.numel() <= _MOST_VALUES:
+                fake.known_values = tensor.detach().cpu().clone()  # type: ignore[attr-defined]
 
 
 def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from .actions import OUTPUT, OpCall, Scope
-from .dry_run import exchanged, no_backward
+from .dry_run import READS_NUMBERS, exchanged, no_backward, of_numbers
 from .opnames import OpStack, function_name
 from .record import (
     LAYER_INPUT,
@@ -356,6 +356,8 @@ class ForwardRecorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in READS_NUMBERS:
+            return of_numbers(func, args, kwargs)
         name, layer = function_name(func), self._layer
         if name is None or layer is None:
             return func(*args, **kwargs)

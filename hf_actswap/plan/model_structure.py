@@ -166,10 +166,20 @@ class ModelStructure:
         """Module paths of the lists of layers of all stacks."""
         return tuple(one.path for one in (self, *self.stacks) if one.layers)
 
-    @property
-    def decoder(self) -> ModelStructure:
-        """This structure without the other stacks, as the planner sees a model."""
-        return replace(self, stacks=()) if self.stacks else self
+    def planned_in(self, root: nn.Module) -> ModelStructure:
+        """Return this structure without the stacks of which the planner decides nothing.
+
+        These are other stacks that are compiled, and those of which FSDP2 does not divide every layer of
+        ``root`` (`unwrapped`) although it divides the model.
+        """
+
+        def decided(stack: ModelStructure) -> bool:
+            layers = (root.get_submodule(layer.module_path) for layer in stack.layers)
+            return not stack.compiles and (
+                not self.sharded or all(hasattr(type(layer), FSDP2_METHOD) for layer in layers)
+            )
+
+        return replace(self, stacks=tuple(filter(decided, self.stacks))) if self.stacks else self
 
     @cached_property
     def all_layers(self) -> tuple[LayerStructure, ...]:
@@ -207,10 +217,11 @@ class ModelStructure:
         found: dict[str, list[Scope]] = {}
         if not self.functions_known or self.compiled:
             return found
+        unknown = {stack.path for stack in self.stacks if not stack.functions_known}
         names = {
             layer.index: [*(op.path for op in layer.ops), *(call.key[0] for call in layer.calls)]
             for layer in self.all_layers
-            if not layer.compiled
+            if not layer.compiled and layer.module_path.rpartition(".")[0] not in unknown
         }
         closed = {
             layer.index: layer.module_paths & {call.key[0] for call in layer.calls}
@@ -247,12 +258,28 @@ class ModelStructure:
         layers = [root.get_submodule(layer.module_path) for layer in self.layers]
         return repeat_of(layers, getattr(root, "config", None))
 
+    def repeats_in(self, root: nn.Module) -> tuple[Repeat, ...]:
+        """Return the repeats in the layers of ``root`` (`unwrapped`): at most one a stack."""
+        found = [(stack.path, stack.repeat_in(root)) for stack in self.stacks]
+        others = (replace(repeat, stack=path) for path, repeat in found if repeat is not None)
+        own = self.repeat_in(root)
+        return (*others, *(() if own is None else (own,)))
+
     @contextmanager
-    def without(self, root: nn.Module, left_out: range) -> Iterator[ModelStructure]:
-        """Leave layers of the decoder out of ``root`` (`unwrapped`); yield the structure of the others."""
-        with without_layers(root.get_submodule(self.path), left_out):
-            few = (layer for layer in self.layers if layer.index not in left_out)
-            yield replace(self, layers=tuple(few))
+    def without(self, root: nn.Module, left_out: range, stack: str = "") -> Iterator[ModelStructure]:
+        """Leave layers of a stack out of ``root`` (`unwrapped`); yield the structure of the others.
+
+        ``stack`` is a path; empty: the decoder's.
+        """
+        with without_layers(root.get_submodule(stack or self.path), left_out):
+            if stack:
+                few = tuple(one._without(left_out) if one.path == stack else one for one in self.stacks)
+                yield replace(self, stacks=few)
+            else:
+                yield self._without(left_out)
+
+    def _without(self, left_out: range) -> ModelStructure:
+        return replace(self, layers=tuple(layer for layer in self.layers if layer.index not in left_out))
 
     @property
     def communicates(self) -> bool:

@@ -49,11 +49,18 @@ class NotAlikeError(Exception):
 
 @dataclass(frozen=True)
 class Repeat:
-    """``count`` periods of ``period`` layers each, from layer ``first`` on."""
+    """``count`` periods of ``period`` layers each, from layer ``first`` on.
+
+    ``stack`` is the path of their stack; empty: the decoder's.
+    """
 
     first: int
     period: int
     count: int
+    stack: str = ""
+
+    def scope(self, layer: int) -> Scope:
+        return f"{self.stack}.{layer}" if self.stack else layer
 
     @property
     def sample(self) -> int:
@@ -83,9 +90,16 @@ class Repeat:
     def moved(self, call: OpCall, periods: int) -> OpCall:
         """Return a call in the sample or the example, some periods later; other calls as they are."""
         scope, path, ordinal = call
-        if not isinstance(scope, int) or not self.sample <= scope < self.example + self.period:
+        layer = self._layer(scope)
+        if layer is None or not self.sample <= layer < self.example + self.period:
             return call
-        return scope + periods * self.period, path, ordinal
+        return self.scope(layer + periods * self.period), path, ordinal
+
+    def _layer(self, scope: Scope | None) -> int | None:
+        if not isinstance(scope, str):
+            return None if self.stack else scope
+        stack, dot, number = scope.rpartition(".")
+        return int(number) if dot and stack == self.stack else None
 
     def example_of(self, layer: int) -> int:
         """Return the layer whose record a layer that was left out gets."""
@@ -215,7 +229,8 @@ def repeated_uses(storages: Sequence[SavedStorage], repeat: Repeat) -> tuple[Sav
     Raises:
         NotAlikeError: the example's record is not that of the sample.
     """
-    starts = (_first_order(storages, layer) for layer in (repeat.sample, repeat.example, repeat.last))
+    periods = map(repeat.scope, (repeat.sample, repeat.example, repeat.last))
+    starts = (_first_order(storages, layer) for layer in periods)
     splice = _Splice(repeat, *starts)
     groups: list[list[SavedStorage]] = [[], [], [], []]
     reached = 0

@@ -13,7 +13,7 @@ from ..config.sizes import GIB
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
 from ..engine.link import slowest
 from ..errors import ActSwapError
-from ..plan.actions import MemoryPlan, Scope, whole_layers_again
+from ..plan.actions import MemoryPlan, Scope, is_layer, whole_layers_again
 from .budget import (
     MARGIN_SHARE,
     BudgetError,
@@ -318,10 +318,10 @@ def whole_layers(task: PlanningTask) -> Found | None:
     from, beside states on the host, or on a stage of a pipeline.
     """
     profile, fixed, limits = task.profile, task.fixed, task.limits()
-    by_hand = any(isinstance(row.scope, int) for row in fixed.rows)
+    by_hand = any(is_layer(row.scope) for row in fixed.rows)
     if by_hand or profile.compiled_layers or limits.frees_optimizer_states or task.in_flight > 1:
         return None
-    plan = replace(fixed, rows=(*fixed.rows, *whole_layers_again(fixed.num_layers)))
+    plan = replace(fixed, rows=(*fixed.rows, *whole_layers_again(profile.layers)))
     prediction = task.predicted(profile, plan)
     return Found(plan, prediction, 0.0) if prediction.peak_bytes <= limits.device_bytes else None
 

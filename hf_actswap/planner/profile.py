@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Literal, get_args
 
@@ -118,7 +119,7 @@ class Profile:
     Args:
         saved: what autograd saves, each storage with its uses.
         op_events: calls of ops, in the order of forward.
-        num_layers: number of decoder layers.
+        num_layers: number of decoder layers; ``saved.modules`` names those of other stacks too.
         family: ``model_type``.
         compiled_layers: layers that the compiler runs as one op; their inside is not seen.
         link: rates between host and device; ``None``: copies do not overlap compute.
@@ -160,6 +161,16 @@ class Profile:
     hooks: tuple[tuple[Count, Count], ...] = ()
     weight_bytes: Bytes = 0
     gradient_bytes: tuple[Bytes, ...] = ()
+
+    @cached_property
+    def layers(self) -> tuple[Scope, ...]:
+        """The layers of all stacks, in the order in which forward first runs them."""
+        known = self.saved.modules
+        if len(known) == self.num_layers:
+            return tuple(known)
+        calls = (op_event.call[0] for op_event in self.op_events)
+        ran = dict.fromkeys(scope for scope in calls if scope is not None and scope in known)
+        return (*ran, *(scope for scope in known if scope not in ran))
 
     @property
     def compute_ms(self) -> float:
@@ -414,6 +425,10 @@ _PLAIN = (
 """Fields of `Profile` that stand in the document as they are."""
 
 
+_OF_STACKS = "modules_of_stacks"
+"""Key of (layer, modules) of the layers beside the decoder's; it is left out where there are none."""
+
+
 def profile_to_json(profile: Profile) -> str:
     """Return the profile as JSON; `profile_from_json` reads it back, equal."""
     calls: dict[OpCall, int] = {}
@@ -442,7 +457,10 @@ def profile_to_json(profile: Profile) -> str:
     for name in ("weight_bytes", "gradient_bytes", "hooks"):
         if value := getattr(profile, name):
             document[name] = value
-    document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
+    modules = {scope: sorted(paths) for scope, paths in profile.saved.modules.items()}
+    document["modules"] = [paths for scope, paths in modules.items() if isinstance(scope, int)]
+    if stacks := [(scope, paths) for scope, paths in modules.items() if isinstance(scope, str)]:
+        document[_OF_STACKS] = stacks
     document["op_events"] = [event_row(op_event) for op_event in profile.op_events]
     document["storages"] = [
         [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
@@ -475,7 +493,7 @@ def profile_from_document(document: JsonDocument) -> Profile:
             document.fault((name,), f"the columns {', '.join(columns)}", found)
     num_layers = document.read(LayerCount, "num_layers")
     document.finish()
-    scope = {Scope | None: scope_type(num_layers, optional=True)}
+    scope = {Scope | None: scope_type(num_layers, stacks=True, optional=True)}
     calls = document.read(tuple[OpCall, ...], "calls", scope)
     document.finish()
     types = {
@@ -488,14 +506,16 @@ def profile_from_document(document: JsonDocument) -> Profile:
     types[SavedStorage] = _storage(form_of(Bytes), form_of(Use, types, rows))
     storages = document.read(tuple[SavedStorage, ...], "storages", types)
     modules = document.read(tuple[frozenset[str], ...], "modules")
+    others: Any = ()
+    if _OF_STACKS in document.content:
+        others = document.read(tuple[tuple[str, frozenset[str]], ...], _OF_STACKS)
     values = document.fields(Profile, without=["saved"], types=types, rows=rows)
     document.finish()
     _check_order(document, values["op_events"])
-    profile = Profile(SavedBytes(storages, dict(enumerate(modules))), **values)
-    if len(profile.saved.modules) != num_layers:
+    if len(modules) != num_layers:
         document.fault(("modules",), f"{num_layers} lists, one a layer", document.content["modules"])
     document.finish()
-    return profile
+    return Profile(SavedBytes(storages, {**dict(enumerate(modules)), **dict(others)}), **values)
 
 
 def _numbered(table: Sequence[Any], expected: str) -> Any:

@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import prod
 
-from ..plan.actions import Scope
+from ..plan.actions import Scope, is_layer
 from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
 from .profile import Places, Profile
@@ -291,7 +291,7 @@ def _rises(scopes: Sequence[Scope | None], bases: Sequence[int]) -> list[int]:
     """
     least: dict[Scope | None, int] = {}
     for scope, base in zip(scopes, bases, strict=True):
-        if isinstance(scope, int):
+        if is_layer(scope):
             least[scope] = min(base, least.get(scope, base))
     floors = list(accumulate(reversed(least.values()), min))[::-1]
     risen = {scope: floor - floors[0] for scope, floor in zip(least, floors, strict=True)}

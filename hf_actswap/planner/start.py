@@ -418,7 +418,8 @@ def _states_on_host(
         expected = "the optimizer, whose states memory_saving moves"
         hint = "Pass it: hf_actswap.apply(model, config, optimizer=optimizer)."
         raise PlanError([Problem("memory.preference", expected, "none", hint)])
-    root = unwrapped(training.model)
+    root, structure = unwrapped(training.model), training.structure
+    stacks = (*structure.stacks, structure)  # an encoder, or a tower, runs before the decoder
     expected_bytes = expected_state_bytes(inner_optimizer(training.optimizer)) or 0
     least_bytes = int(expected_bytes * _LEAST_SHARE_OF_STATES)
     states = OptimizerStates(
@@ -426,7 +427,7 @@ def _states_on_host(
         transfer,
         pool,
         model=training.model,
-        layers=[root.get_submodule(layer.module_path) for layer in training.structure.layers],
+        layers=[root.get_submodule(layer.module_path) for stack in stacks for layer in stack.layers],
         resident_bytes=resident_bytes,
         expected_bytes=expected_bytes,
         min_tensor_bytes=max(training.fixed.min_tensor_bytes, least_bytes),

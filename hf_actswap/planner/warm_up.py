@@ -218,7 +218,7 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleNam
     seen: set[int] = set()
     found: dict[ModuleName, ModuleWeights] = {}
     # the last first: of a weight that head and embedding share, the head allocates the gradient
-    for scope, place in reversed([*structure.decoder.scopes.items()]):
+    for scope, place in reversed([*structure.scopes.items()]):
         module = root.get_submodule(place)
         sharded_bytes = (
             _GATHERED * sum(weight.nbytes for weight in module.parameters()) if structure.sharded else 0

@@ -23,7 +23,8 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
-from tests.plan.test_stacks import DEFAULT, IDS, tiny
+from tests.plan.stacked_models import IDS, tiny
+from tests.plan.test_stacks import DEFAULT
 
 LAYERS = range(NUM_LAYERS)
 

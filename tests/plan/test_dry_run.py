@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_actswap import apply, model_structure
 from hf_actswap.releases import is_since
-from tests.plan.test_stacks import gemma3
+from tests.plan.stacked_models import gemma3
 
 MakeModel = Callable[..., Any]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -85,7 +85,7 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "gap in operators": (put_in("op_events", 2, 3, 10**6), r"profile.op_events\[2\].first_op"),
     "scope": (
         put_in("calls", 0, 0, "loss"),
-        r"profile.calls\[0\]\[0\]: expected a layer from 0 to 1, or one of embedding",
+        r"profile.calls\[0\]\[0\]: expected a layer from 0 to 1, the module path of another stack",
     ),
     "layer too high": (put_in("calls", 0, 0, 99), r"profile.calls\[0\]\[0\]"),
     "ordinal": (put_in("calls", 0, 2, -1), r"profile.calls\[0\]"),

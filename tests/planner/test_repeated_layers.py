@@ -13,7 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
+)
 from transformers.models.llama import modeling_llama
 
 from hf_actswap import PlanError, load_config, model_structure, resolve_plan
@@ -105,6 +111,29 @@ def test_records_are_those_of_all_layers(family: str) -> None:
     except Exception as error:  # data-dependent shapes
         pytest.skip(f"it does not run on fake tensors: {str(error)[:80]}")
     assert_alike(records_of(model), whole)
+
+
+@pytest.mark.parametrize("kind", [T5ForConditionalGeneration, WhisperForConditionalGeneration])
+def test_records_are_those_of_all_layers_of_all_stacks(kind: Any) -> None:
+    """Of an encoder's layers a few run too, beside a few of the decoder's."""
+    sizes = {"vocab_size": 64, "d_model": 32, "use_cache": False, "decoder_start_token_id": 0}
+    of_whisper = {"encoder_layers": 8, "decoder_layers": 9, "num_mel_bins": 8, "max_source_positions": 16}
+    of_whisper |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    of_t5 = {"num_layers": 8, "num_decoder_layers": 9, "num_heads": 2, "d_kv": 16, "d_ff": 48}
+    whisper = kind is WhisperForConditionalGeneration
+    with torch.device("meta"):
+        config = kind.config_class(**sizes, **(of_whisper if whisper else of_t5), pad_token_id=0)
+        model = kind(config).train()
+        batch = {"labels": torch.zeros(2, 16, dtype=torch.long)}
+        ids = torch.zeros(2, 24, dtype=torch.long)
+        batch |= {"input_features": torch.zeros(2, 8, 32)} if whisper else {"input_ids": ids}
+    structure = model_structure(model)
+    few = profile_from_shapes(model, structure, batch, "H100")
+    with all_layers_run():
+        whole = profile_from_shapes(model, structure, batch, "H100")
+    assert [repeat.stack for repeat in structure.repeats_in(model)] == [structure.stacks[0].path, ""]
+    assert times(few) == pytest.approx(times(whole))
+    assert without_times(few) == without_times(whole)
 
 
 @contextmanager

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_actswap import MemoryPlan, PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.config.sizes import DEVICE_KINDS
@@ -23,7 +31,7 @@ from hf_actswap.planner import (
     profile_to_json,
 )
 from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms
-from hf_actswap.planner.record.shapes import RooflineClock
+from hf_actswap.planner.record.shapes import RooflineClock, _AcceleratorKernels
 from tests.engine.tiny_models import snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,
@@ -90,6 +98,39 @@ def test_attention_with_dropout_saves_no_probabilities_on_an_accelerator() -> No
     for layer in model.gpt_neox.layers:
         layer.attention.attention_dropout = 0.0
     assert saved == saved_by(on_paper(model), "attention.flash_attention")
+
+
+@pytest.mark.parametrize("masked", ["no", "causal", "bool", "bias"])
+def test_attention_that_no_kernel_fuses_is_that_of_pytorch(masked: str) -> None:
+    query, key, value = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    bias = torch.randn(1, 6, 6, 4).permute(0, 3, 1, 2)
+    masks = {"bool": torch.rand(6, 6) > 0.3, "bias": bias}
+    given: Any = {"is_causal": masked == "causal", "attn_mask": masks.get(masked), "enable_gqa": True}
+    expected = F.scaled_dot_product_attention(query, key, value, **given)
+    turned = query.transpose(-1, -2).contiguous().transpose(-1, -2)
+    with _AcceleratorKernels():
+        torch.testing.assert_close(F.scaled_dot_product_attention(turned, key, value, **given), expected)
+
+
+def test_t5_saves_probabilities_and_a_mask() -> None:
+    """Its bias has the heads in its last dimension, for which CUDA fuses nothing: it is fp32."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        config = T5Config(**sizes, dropout_rate=0.1, decoder_start_token_id=0)
+        model = T5ForConditionalGeneration(config).train().bfloat16()
+    rows, length = call_of()["input_ids"].shape
+    numbers = rows * 4 * length * length
+    saved = saved_by(on_paper(model), "layer.0.SelfAttention.flash_attention")
+    assert saved >= {4 * numbers, numbers}
+
+
+def test_checkpoints_of_the_model_run_the_same_dropout_again() -> None:
+    with torch.device("meta"):
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
+        model = GPT2LMHeadModel(config).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    saved = on_paper(model).saved.by_op()
+    assert not any("dropout" in path for _, path in saved)
 
 
 def test_autocast_is_the_accelerators() -> None:

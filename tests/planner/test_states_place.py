@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_actswap.planner.planning import PlanningTask, best_plans, states_in_pass
 from hf_actswap.planner.recorded_step import RecordedStep
 from hf_actswap.planner.search.find_plan import least_peak_bytes
 from hf_actswap.planner.search.states_place import (
+    _HOST_MS,
     WholeStep,
     whole_step,
     with_states_in_passing,
@@ -155,6 +157,8 @@ def test_no_search_where_no_plan_could_be_faster() -> None:
     slower = replace(kept, ms=1.02 * kept.ms)
     with pytest.raises(AssertionError, match="searched"):
         with_states_on_host(profile, 8, None, slower, search)
+    many = replace(profile, gradient_bytes=tuple(range(1 + math.ceil(0.021 * kept.ms / _HOST_MS))))
+    assert with_states_on_host(many, 8, None, slower, search) is None, "the host's work for so many weights"
     few = replace(profile, optimizer_state_bytes=one.peak_bytes // 101)
     assert with_states_on_host(few, 8, None, slower, search) is None
     with pytest.raises(AssertionError, match="searched"):

@@ -33,6 +33,7 @@ from hf_actswap.engine.schedule import Pass, PassOrder
 from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
 from hf_actswap.plan import PlanRow, Windows, model_structure
+from hf_actswap.plan.actions import whole_layers_again
 from hf_actswap.planner import OptimizerStates, phases
 from hf_actswap.planner.planning import StatesInPassing
 from hf_actswap.planner.run import Run
@@ -47,6 +48,7 @@ from tests.engine.tiny_models import (
     swap_everything,
     tiny_llama,
 )
+from tests.plan.stacked_models import IDS, tiny, without_cache
 
 MIB = 2**20
 
@@ -546,7 +548,26 @@ def dropped_in_flight() -> int:
     return sum(wrong(found[name], expected[name]) for name in expected)
 
 
+def encoder_and_decoder() -> int:
+    """Layers of both stacks of a T5 run again, and so do their tables of positions, some on the CPU."""
+    model = without_cache(tiny("t5")).to(device())
+    ids = IDS.to(device())
+
+    def stepped() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    expected = stepped()
+    layers = model_structure(model).all_layers
+    with apply(model, MemoryPlan(whole_layers_again(layer.index for layer in layers), 2, "t5")):
+        found = stepped()
+    return sum(map(wrong, found, expected))
+
+
 TRAININGS: dict[str, Callable[[], int]] = {
+    "encoder and decoder": encoder_and_decoder,
     "frozen weights": partial(frozen_weights, plan_of()),
     "frozen weights dropped": frozen_weights_dropped,
     "frozen weights, swapped": partial(frozen_weights, swap_everything(5)),

@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ...engine.windows import Timeline
-from ...plan.actions import Scope
+from ...plan.actions import Scope, is_layer
 from ...plan.model_structure import is_below
 from ...plan.saved_bytes import OpCall, RecomputedModules, TicketUse, Use, ticket_uses
 from ..profile import Places, Profile, StorageLifetime, lifetimes
@@ -150,7 +150,7 @@ class StepOrder:
             for storage, lifetime in zip(self.profile.saved.storages, self.lifetimes, strict=True)
             for use, op_event in zip(storage.uses, lifetime.op_events, strict=True)
             if use.at == self.op_events[op_event].call
-            and isinstance(use.at[0], int)
+            and is_layer(use.at[0])
             and (use.kind == "function" or (use.kind == "returned" and use.at[2] is not None))
         }
 

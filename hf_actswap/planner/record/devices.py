@@ -254,6 +254,9 @@ def op_ms(
     moved_bytes = sum(map(_touched_bytes, made)) * (2 if name in _GATHERS else 1)
     if name not in _GATHERS:
         moved_bytes += sum(map(_touched_bytes, given))
+    if name == "_safe_softmax":  # then where rows are masked whole is found, and their result replaced
+        rows = given[0]
+        moved_bytes += moved_bytes + rows.nbytes + 2 * rows.numel()
     return max(arithmetic_ms, moved_bytes / rates.bytes_per_ms, rates.launch_ms)
 
 

@@ -447,7 +447,7 @@ class StepRecorder:
         chunks: int = 1,
         reads_groups: bool | None = None,
     ) -> None:
-        self._root, self._structure = unwrapped(model), structure.decoder
+        self._root, self._structure = unwrapped(model), structure
         self._meter, self._clock = meter, clock
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
         self._whole = compiles and structure.compiled

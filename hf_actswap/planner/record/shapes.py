@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,8 +44,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...engine.frozen_weights import LAYERS_AHEAD, step_bytes, window_bytes
 from ...engine.tiled_calls import no_saved_tensor_hooks
-from ...plan.actions import Scope
-from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights, times_run
+from ...plan.actions import Scope, is_layer
+from ...plan.dry_run import dry_call, exchanged, fake_batch, fake_weights, know_values, times_run
 from ...plan.model_structure import ModelStructure, is_below, unwrapped
 from ...plan.repeated_layers import NotAlikeError, Repeat, repeated_uses
 from ..meter import CountingMeter
@@ -92,32 +93,32 @@ def profile_from_shapes(
     """
     rates = device_rates(device_name)
     settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces
-    if (repeat := structure.repeat_in(unwrapped(model))) is not None:
+    if repeats := structure.repeats_in(unwrapped(model)):
         try:
-            return _profile_of_few(model, structure, batch, repeat, *settings)
+            return _profile_of_few(repeats, model, structure, batch, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return _profile(model, structure, batch, *settings)
 
 
 def _profile_of_few(
-    model: nn.Module, structure: ModelStructure, batch: Mapping[str, Any], repeat: Repeat, *settings: Any
+    repeats: tuple[Repeat, ...],
+    model: nn.Module,
+    structure: ModelStructure,
+    batch: Mapping[str, Any],
+    *settings: Any,
 ) -> Profile:
-    """Return the profile, made from those of a few layers and of one period less."""
-    more, few = (
-        _profile_without(left_out, model, structure, batch, *settings)
-        for left_out in (repeat.left_out, range(repeat.example, repeat.last))
-    )
-    profile = _EventSplice.of(more, repeat).applied(more, few)
-    saved = replace(profile.saved, modules=structure.decoder.modules)
+    """Return the profile, made from those of a few layers and of one period less of each repeat."""
+    if not repeats:
+        return _profile(model, structure, batch, *settings)
+    repeat, *others = repeats
+    found: list[Profile] = []
+    for left_out in (repeat.left_out, range(repeat.example, repeat.last)):
+        with structure.without(unwrapped(model), left_out, repeat.stack) as few:
+            found.append(_profile_of_few(tuple(others), model, few, batch, *settings))
+    profile = _EventSplice.of(found[0], repeat).applied(*found)
+    saved = replace(profile.saved, modules=structure.modules)
     return replace(profile, saved=saved, num_layers=len(structure.layers), signature=signature(saved))
-
-
-def _profile_without(
-    left_out: range, model: nn.Module, structure: ModelStructure, batch: Mapping[str, Any], *settings: Any
-) -> Profile:
-    with structure.without(unwrapped(model), left_out) as few:
-        return _profile(model, few, batch, *settings)
 
 
 def _profile(
@@ -133,6 +134,7 @@ def _profile(
     with dry_call(model, batch, real_as=_CPU) as named:
         state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
         call = tree_map_only(torch.Tensor, _on_cpu, fake_batch(named, _CPU))
+        know_values(call, named)
         trained = [tensor for tensor in state.values() if tensor.requires_grad]
         if gradients_exist:
             for tensor in trained:
@@ -203,7 +205,7 @@ class _EventSplice:
         """
         events = profile.op_events
         first = {op_event.call[0]: number for number, op_event in reversed([*enumerate(events)])}
-        periods = repeat.sample, repeat.example, repeat.last
+        periods = [*map(repeat.scope, (repeat.sample, repeat.example, repeat.last))]
         if any(layer not in first for layer in periods):
             raise NotAlikeError("a layer runs nothing")
         sample, example, last = (first[layer] for layer in periods)
@@ -407,7 +409,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as the CPU fuses it, without dropout; values of another width as CUDA's efficient kernel."""
+    """Attention as the CPU fuses it, without dropout; values of another width as CUDA's efficient kernel.
+
+    CUDA has fused kernels for tensors and masks that are dense in their last dimension alone, which T5's bias
+    is not (``check_last_dim_stride_equals_1_dense`` in PyTorch's
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
+    """
+    dense = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if any(tensor.stride(-1) != 1 for tensor in dense):
+        return _unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1] or attn_mask is not None:
         flags: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **flags)
@@ -417,6 +427,38 @@ def _attention(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     result: torch.Tensor = efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
     return result
+
+
+def _unfused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention op by op, half types in fp32 (``_scaled_dot_product_attention_math`` in PyTorch's
+    ``aten/src/ATen/native/transformers/attention.cpp``).
+    """
+    dtype = query.dtype
+    if dtype in _HALF:
+        query, key, value = query.float(), key.float(), value.float()
+    if enable_gqa and (groups := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+    scores = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
+    if attn_mask is not None:
+        scores.add_(attn_mask)
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    if dropout_p > 0:
+        weights = torch.native_dropout(weights, dropout_p, True)[0]
+    return torch.matmul(weights, value).to(dtype)
 
 
 class _AcceleratorTemporaries(TorchDispatchMode):
@@ -466,7 +508,10 @@ def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:
     result = _result(model(**call))  # the rest is freed, as in training
     torch.clear_autocast_cache()  # as autocast around a forward does at its end
     if result is not None:
-        result.backward(torch.empty_like(result))
+        # `Tensor.backward` takes `_AcceleratorKernels` off meanwhile: then the model's own checkpoints would
+        # run other ops again than forward ran.
+        gradients = (torch.empty_like(result),)
+        _engine_run_backward((result,), gradients, False, False, (), True, accumulate_grad=True)
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:
@@ -581,7 +626,7 @@ class Baseline:
         """
         if self.stage < 3 or self.stays:
             return 0, 0
-        return (2 * self.layer_bytes,) * 2 if isinstance(scope, int) else (0, self.layer_bytes)
+        return (2 * self.layer_bytes,) * 2 if is_layer(scope) else (0, self.layer_bytes)
 
     @property
     def resting_bytes(self) -> int:
@@ -793,12 +838,12 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
     numbers = Places(profile.op_events).order
     for number, following in zip(numbers, [*numbers[1:], -1], strict=True):
         scope = profile.op_events[number].call[0]
-        if isinstance(scope, int) and scope != running:
+        if is_layer(scope) and scope != running:
             running, scattered, flying, own = scope, scattered + flying, own, 0
         rests = int(scattered * baseline.gradient_scale)
         found[number] = outside + own + int(flying * whole) + _shard(rests, baseline.ranks)
         made = max(profile.gradient_bytes[following] - profile.gradient_bytes[number], 0)
-        if isinstance(scope, int):
+        if is_layer(scope):
             own += made
         else:
             outside += made

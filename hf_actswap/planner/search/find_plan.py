@@ -62,10 +62,10 @@ def plan_of(
     ``windows`` are those of swapped tensors, by the call that makes them.
     """
 
+    places: dict[Scope | None, int] = {segment.scope: segment.layer for segment in segments}
+
     def place(row: PlanRow) -> int:
-        if isinstance(row.scope, int):
-            return row.scope
-        return -1 if row.scope == "embedding" else fixed.num_layers
+        return -1 if row.scope == "embedding" else places.get(row.scope, len(segments))
 
     found: list[PlanRow] = []
     for segment, option in zip(segments, options, strict=True):
@@ -82,8 +82,8 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Wi
         free = len(call.fates) > 1
         if scope is not None and (not option.whole or call.from_before):
             by_path.setdefault((scope, path), []).append((maker, fate, free))
-    if option.whole and isinstance(segment.layer, int):
-        rows.append(PlanRow(segment.layer, "", "recompute"))
+    if option.whole and segment.scope is not None:
+        rows.append(PlanRow(segment.scope, "", "recompute"))
     for (scope, path), calls in by_path.items():
         free_calls = [(maker, fate) for maker, fate, free in calls if free]
         fates = {fate for _, fate in free_calls}
@@ -98,12 +98,14 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Sequence[Wi
                 for maker, fate in free_calls
                 if fate != KEEP
             ]
+    if segment.scope is None:
+        return rows
     if any(row.op_path == "" and row.fate == "swap" for row in rows):  # the hidden state has its own fate
-        rows.append(PlanRow(segment.layer, OUTPUT, "keep"))
-    return rows if option.point is None else _with_compiler_rows(rows, segment.layer, option.point)
+        rows.append(PlanRow(segment.scope, OUTPUT, "keep"))
+    return rows if option.point is None else _with_compiler_rows(rows, segment.scope, option.point)
 
 
-def _with_compiler_rows(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
+def _with_compiler_rows(rows: Sequence[PlanRow], layer: Scope, point: FrontierPoint) -> list[PlanRow]:
     given: list[PlanRow] = []
     if point.share < 1:
         parameters = {COMPILE_BUDGET: point.share}
@@ -351,7 +353,7 @@ class Search:
         known: dict[tuple[int, bool], list[Option]] = {}
         shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
         for segment in self.segments:
-            points = self._points if segment.layer in free else ()
+            points = self._points if segment.scope in free else ()
             key = id(segment.graph), bool(points)
             if key not in known:
                 known[key] = options_of(segment.graph, self._links[0], shares, points)

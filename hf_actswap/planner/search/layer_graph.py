@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...plan.actions import MemoryPlan, PlanRow
+from ...plan.actions import MemoryPlan, PlanRow, Scope
 from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.saved_bytes import OpCall, RecomputedModules, Use
@@ -105,12 +105,14 @@ class Segment:
     """A segment of the step.
 
     Args:
-        layer: index of its layer; -1: before the layers; the number of layers: after them.
+        layer: place of its layer in `Profile.layers`; -1: before the layers; their number: after them.
+        scope: its layer; ``None``: before or after the layers.
         makers: for each call of the graph, its name in plan rows.
         forward_base_bytes, backward_base_bytes: the least base bytes while it runs.
     """
 
     layer: int
+    scope: Scope | None
     graph: LayerGraph
     makers: tuple[OpCall, ...]
     forward_base_bytes: int
@@ -179,11 +181,12 @@ def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
 
 def _segment_of_events(profile: Profile) -> Iterator[int]:
     """Yield the segment of each op event by its scope; without one it belongs to what ran before it."""
-    current, last = -1, profile.num_layers
+    current, last = -1, len(profile.layers)
+    places = {scope: place for place, scope in enumerate(profile.layers)}
     for op_event in profile.op_events:
         scope = op_event.call[0]
-        if isinstance(scope, int):
-            current = scope
+        if scope in places:
+            current = places[scope]
         elif current >= 0 and (scope not in (None, "embedding") or current == last - 1):
             current = last
         yield current
@@ -194,6 +197,8 @@ class _UsesBySegment:
 
     def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
         self.segment_of_events = whose
+        self.places: Mapping[Scope | None, int] = {scope: at for at, scope in enumerate(profile.layers)}
+        """The segment of each layer."""
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         """Segment -> number of a storage -> (op event, use)."""
         self.shared: set[int] = set()
@@ -206,8 +211,7 @@ class _UsesBySegment:
                 segment = whose[op_event]
                 self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
                 if use.kind == "saved" and not is_handed_on(use.producer):
-                    home = use.producer[0]
-                    readers |= {segment, home if isinstance(home, int) else segment}
+                    readers |= {segment, self.places.get(use.producer[0], segment)}
             if len(readers) > 1:
                 self.shared.add(number)
 
@@ -231,7 +235,8 @@ class _Builder:
         numbers = [number for number, whose in enumerate(uses.segment_of_events) if whose == layer]
         self._op_events: list[OpEvent] = [profile.op_events[number] for number in numbers]
         self._local = {number: place for place, number in enumerate(numbers)}
-        self._is_layer = 0 <= layer < profile.num_layers
+        self._is_layer = 0 <= layer < len(profile.layers)
+        self._scope = profile.layers[layer] if self._is_layer else None
         self._min_bytes = effective_min_bytes(self._fixed, limits)
         self._makers: dict[OpCall, int] = {}
         self._calls: list[GraphCall] = []
@@ -274,12 +279,12 @@ class _Builder:
             tuple(dict.fromkeys((*values_read[:1], *values_read[-1:]))),
         )
         chosen = tuple(makers[number] for number in numbers)
-        return Segment(self._layer, graph, chosen, least_forward, least_backward)
+        return Segment(self._layer, self._scope, graph, chosen, least_forward, least_backward)
 
     def _can_be_whole(self) -> bool:
-        rows = [row for row in self._fixed.rows if row.scope == self._layer and row.op_path != OUTPUT]
+        rows = [row for row in self._fixed.rows if row.scope == self._scope and row.op_path != OUTPUT]
         free = self._is_layer and not rows and not any(op_event.communicates for op_event in self._op_events)
-        compiled = self._layer in self._profile.compiled_layers and (self._layer, "", None) in self._by_call
+        compiled = self._scope in self._profile.compiled_layers and (self._scope, "", None) in self._by_call
         return free and not compiled  # a compiled layer does this with a share of 0
 
     def _look(self, uses: Mapping[int, list[tuple[int, Use]]]) -> None:
@@ -337,12 +342,12 @@ class _Builder:
         scope = producer[0]
         if is_handed_on(producer):
             return self._layer - 1
-        return scope if isinstance(scope, int) else self._layer
+        return self._uses.places.get(scope, self._layer)
 
     def _reader(self, use: Use) -> int | None:
         """Return the number of the call that reads a storage at ``use``, if that call can run again."""
         scope, path, ordinal = use.at
-        if scope != self._layer or not self._is_layer:
+        if scope != self._scope or not self._is_layer:
             return None
         root = self._recomputed.root(scope, path)
         runs_again = root == path if use.kind == "module" else root is None and ordinal is not None
@@ -351,10 +356,10 @@ class _Builder:
     def _maker(self, producer: OpCall, kept: bool) -> int:
         scope, path, _ = producer
         row = self._recomputed.row(producer)
-        root = self._recomputed.rebuilt_by(producer) if scope == self._layer else None
+        root = self._recomputed.rebuilt_by(producer) if scope == self._scope else None
         if root is not None and root[2] is None:
             producer = (scope, path, None) if kept else root
-        elif self._layer in self._profile.compiled_layers and scope == self._layer and path != OUTPUT:
+        elif self._scope in self._profile.compiled_layers and scope == self._scope and path != OUTPUT:
             producer = (scope, "", None)
         at = self._makers.get(producer)
         if at is None:
@@ -375,7 +380,9 @@ class _Builder:
         if scope is None or producer in self._spoiled or not (self._is_layer or before):
             return KEEP
         fates = KEEP
-        may_swap = self._profile.link is not None and self._layer < self._profile.num_layers
+        if before and self._uses.places.get(scope, self._layer - 1) != self._layer - 1:
+            return KEEP  # of an encoder's output, which all layers of the decoder read, the first one decides
+        may_swap = self._profile.link is not None and self._layer < len(self._profile.layers)
         if may_swap and (producer in self._swappable or path == ""):
             fates += SWAP
         return fates + RECOMPUTE if self._runs_again(producer) and not before else fates

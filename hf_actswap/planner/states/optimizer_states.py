@@ -513,8 +513,8 @@ class OptimizerStates:
         transfer: copies bytes to and from the device of the parameters.
         pool: host memory; states for which it has no room stay on the device, are counted and logged.
         model: the model as the training loop calls it, in its wrappers.
-        layers: its decoder layers in order. Without them, states that are still being copied out are released
-            when a forward begins, which then waits for the copies.
+        layers: its layers, in the order in which they run. Without them, states that are still being copied
+            out are released when a forward begins, which then waits for the copies.
         resident_bytes: the most bytes of states on the device, in the step and near it; ``None``: a tenth.
         expected_bytes: bytes of all states, if that is known before there are any.
         min_tensor_bytes: smaller storages stay on the device.

@@ -34,12 +34,16 @@ IN_PIECES := tests/stream tests/engine/pitfalls $(addprefix tests/engine/test_,a
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
-.PHONY: test test-all versions tools oldest lint types docs demo peers gpu gpu-carry sanitize rehearse promise clean
+.PHONY: test test-all measure-tests versions tools oldest lint types docs demo peers gpu gpu-carry sanitize rehearse promise clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VERSIONS)/%/.dev
 
 test: lint types
 	$(PYTEST) -m "not slow and not gpu"
+
+# Which tests are too slow for `make test`, measured anew: tests/slow_tests.txt.
+measure-tests:
+	$(PYTEST) -m "not slow and not gpu" --measure
 
 test-all: lint types
 	$(PYTEST)

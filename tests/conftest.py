@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 import benchmarks  # noqa: F401  (settings of PyTorch on an accelerator, ahead of its import)
 from tests.piece_limits import pieces_asked_for as pieces_asked_for
 from tests.piece_limits import small_pieces as small_pieces
-from tests.quick_cases import mark_slow_combinations
+from tests.quick_cases import Measured, mark_slow_by_measure, mark_slow_combinations
 
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -33,14 +33,22 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--piece-bytes", type=int, help="longest piece of host memory (tests.piece_limits)")
+    parser.addoption("--measure", action="store_true", help="write tests/slow_tests.txt anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--measure"):
+        config.pluginmanager.register(Measured())
 
 
 @pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the quick cases, and skip the tests marked ``gpu`` where there is no accelerator."""
     from hf_actswap.rehearsal.launch import SETTINGS  # here: the package imports huggingface_hub, see above
 
     mark_slow_combinations(items)
+    if not config.getoption("--measure"):
+        mark_slow_by_measure(items)
     for item in items:
         if item.get_closest_marker("rehearsal") and SETTINGS not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs the rehearsal's device: make rehearse"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,41 @@ def runs_slow_cases(request: pytest.FixtureRequest) -> bool:
     """Whether slow tests of this module are selected too: a launch that serves them all then runs theirs."""
     own = (item for item in request.session.items if item.path == request.path)
     return any(item.get_closest_marker("slow") for item in own)
+
+
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
+"""Node ids of tests that are slow because they took more than `_MOST_S`, as `Measured` found."""
+_MOST_S = 1.5
+
+
+class Measured:
+    """A plugin that writes `SLOW_TESTS` anew: of each file the tests over `_MOST_S`, but for its quickest."""
+
+    def __init__(self) -> None:
+        self._took_s: dict[str, dict[str, float]] = defaultdict(dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not report.skipped:
+            self._took_s[report.nodeid.partition("::")[0]][report.nodeid] = report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):  # of several processes the one that hears of all
+            long = (name for took_s in self._took_s.values() for name in too_long(took_s))
+            SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
+
+
+def too_long(took_s: Mapping[str, float]) -> list[str]:
+    """Return the tests of a file that take too long for `make test`; its quickest is never one of them."""
+    quickest = min(took_s, key=lambda name: took_s[name])
+    return [name for name, seconds in took_s.items() if seconds > _MOST_S and name != quickest]
+
+
+def mark_slow_by_measure(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow what `SLOW_TESTS` names, but for what is marked ``essential``."""
+    slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow and not item.get_closest_marker("essential"):
+            item.add_marker(pytest.mark.slow)
 
 
 def mark_slow_combinations(items: Iterable[pytest.Item]) -> None:

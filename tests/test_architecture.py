@@ -145,6 +145,7 @@ def test_every_file_is_in_a_layer() -> None:
     assert [str(path.relative_to(ROOT)) for path in sources() if unit_of_path(path) not in known] == []
 
 
+@pytest.mark.essential
 def test_imports_go_down_only() -> None:
     units = frozenset(map(unit_of_path, sources()))
     ours = [found for found in all_imports() if found.is_under(PACKAGE)]
@@ -189,6 +190,7 @@ def imported_at_start(path: Path) -> set[str]:
     return {name for name in found if name.startswith(f"{own}.") and name != module_of(path)}
 
 
+@pytest.mark.essential
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Which of them works depends on who is imported first. Units cannot: imports between them go down."""
     TopologicalSorter({module_of(path): imported_at_start(path) for path in sources()}).prepare()

@@ -43,6 +43,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
 
 
+@pytest.mark.essential
 def test_the_first_example_trains_and_says_what_it_saved(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,6 +95,7 @@ def assert_plan_was_at_work(name: str, run: Run) -> None:
     assert run.stats[-1].host_bytes == 0
 
 
+@pytest.mark.essential
 @each_value_once
 @pytest.mark.parametrize("name", [*CASES, *OWN])
 @pytest.mark.parametrize("precision", PRECISIONS)

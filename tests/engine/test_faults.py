@@ -54,6 +54,7 @@ every_fault = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.essential
 @every_fault
 def test_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) -> None:
     bare = gradients_of_step(tiny_llama(), 1)

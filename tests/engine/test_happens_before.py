@@ -111,6 +111,7 @@ def test_a_model(plan: MemoryPlan | str, stress: Stress, monkeypatch: pytest.Mon
     assert order.operators > 1000
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("pair", UNWAITED, ids=" ".join)
 def test_a_wait_that_is_left_out_is_found(
     pair: tuple[str, str], stress: Stress, monkeypatch: pytest.MonkeyPatch

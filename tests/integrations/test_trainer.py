@@ -38,6 +38,7 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "settings",
     [
@@ -415,6 +416,7 @@ def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_pat
         assert by_plan.state.log_history[0][name] == by_hand.state.log_history[0][name] > 0
 
 
+@pytest.mark.essential
 def test_resume_from_checkpoint_continues_bitwise(make_trainer: Make, tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
     whole = make_trainer(CASE_4, **saved)
@@ -424,6 +426,7 @@ def test_resume_from_checkpoint_continues_bitwise(make_trainer: Make, tmp_path: 
     assert losses(resumed) == losses(whole)
 
 
+@pytest.mark.essential
 def test_lora(make_trainer: Make) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -164,13 +164,15 @@ class Profile:
 
     @cached_property
     def layers(self) -> tuple[Scope, ...]:
-        """The layers of all stacks, in the order in which forward first runs them."""
+        """The layers of all stacks, in the order in which forward first runs them.
+
+        Of a model with several stacks those that ran: a tower waits for images that a batch may not have.
+        """
         known = self.saved.modules
         if len(known) == self.num_layers:
             return tuple(known)
         calls = (op_event.call[0] for op_event in self.op_events)
-        ran = dict.fromkeys(scope for scope in calls if scope is not None and scope in known)
-        return (*ran, *(scope for scope in known if scope not in ran))
+        return tuple(dict.fromkeys(scope for scope in calls if scope is not None and scope in known))
 
     @property
     def compute_ms(self) -> float:

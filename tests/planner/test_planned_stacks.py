@@ -50,6 +50,14 @@ def test_all_stacks_have_fates_and_gradients_stay(name: str) -> None:
     assert stats.recomputes + stats.offloads > 0
 
 
+def test_a_tower_without_images_has_no_fates() -> None:
+    model = tiny("gemma3")
+    text = {name: values for name, values in batch_of("gemma3").items() if name != "pixel_values"}
+    text["input_ids"] = text["input_ids"].clamp(max=40)
+    profile = profile_from_shapes(model, model_structure(model), text, "RTX 4090")
+    assert profile.layers == (0, 1)
+
+
 def test_a_profile_is_read_back_with_all_its_layers() -> None:
     profile = profile_of(without_cache(tiny("t5")), "t5")
     assert profile_from_json(profile_to_json(profile)) == profile

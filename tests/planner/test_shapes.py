@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,8 +120,36 @@ def test_t5_saves_probabilities_and_a_mask() -> None:
         model = T5ForConditionalGeneration(config).train().bfloat16()
     rows, length = call_of()["input_ids"].shape
     numbers = rows * 4 * length * length
-    saved = saved_by(on_paper(model), "layer.0.SelfAttention.flash_attention")
-    assert saved >= {4 * numbers, numbers}
+    path = "layer.0.SelfAttention.flash_attention"
+    assert saved_by(on_paper(model), path) >= {4 * numbers, numbers}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert saved_by(on_paper(model.float()), path) >= {4 * numbers, numbers}
+
+
+class _Watched(torch.autograd.Function):
+    autocast: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        _Watched.autocast.append(torch.is_autocast_enabled("cpu"))
+        return hidden * 1
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        _Watched.autocast.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+def test_autocast_is_around_forward_alone() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64)).train()
+    act = model.transformer.h[0].mlp.act
+    forward = act.forward
+    act.forward = lambda hidden: _Watched.apply(forward(hidden))
+    structure = model_structure(model)
+    _Watched.autocast.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        profile_from_shapes(model, structure, call_of(), "RTX 4090")
+    assert _Watched.autocast == [True, False]
 
 
 def test_checkpoints_of_the_model_run_the_same_dropout_again() -> None:

@@ -415,15 +415,20 @@ def _attention(
     is not (``check_last_dim_stride_equals_1_dense`` in PyTorch's
     ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
     """
-    dense = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if any(tensor.stride(-1) != 1 for tensor in dense):
-        return _unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1] or attn_mask is not None:
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    dense = all(tensor.stride(-1) == 1 for tensor in given)
+    alike = query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1] or attn_mask is not None
+    if dense and alike:
         flags: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **flags)
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu"):  # it casts what attention is given, and nothing inside it
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    if not dense:
+        with torch.autocast("cpu", enabled=False):
+            return _unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     result: torch.Tensor = efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
     return result
@@ -458,7 +463,10 @@ def _unfused_attention(
     weights = torch.ops.aten._safe_softmax(scores, -1)
     if dropout_p > 0:
         weights = torch.native_dropout(weights, dropout_p, True)[0]
-    return torch.matmul(weights, value).to(dtype)
+    returned = weights.to(dtype)  # beside the result, and nobody wants it
+    result = torch.matmul(weights, value).to(dtype)
+    del returned
+    return result
 
 
 class _AcceleratorTemporaries(TorchDispatchMode):
@@ -511,7 +519,8 @@ def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:
         # `Tensor.backward` takes `_AcceleratorKernels` off meanwhile: then the model's own checkpoints would
         # run other ops again than forward ran.
         gradients = (torch.empty_like(result),)
-        _engine_run_backward((result,), gradients, False, False, (), True, accumulate_grad=True)
+        with torch.autocast("cpu", enabled=False):  # it is around forward alone
+            _engine_run_backward((result,), gradients, False, False, (), True, accumulate_grad=True)
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:

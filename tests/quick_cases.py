@@ -48,28 +48,41 @@ def runs_slow_cases(request: pytest.FixtureRequest) -> bool:
 
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
-"""Node ids of tests that are slow because they took more than `_MOST_S`, as `Measured` found."""
-_MOST_S = 1.5
+"""Node ids of tests, and files, that are slow because they took more than `_MOST_S`, as `Measured` found."""
+_MOST_S, _MOST_OF_LAUNCHES_S = 1.2, 25.0
 
 
 class Measured:
-    """A plugin that writes `SLOW_TESTS` anew: of each file the tests over `_MOST_S`, but for its quickest."""
+    """A plugin that writes `SLOW_TESTS` anew: of each file what is `too_long`."""
 
     def __init__(self) -> None:
         self._took_s: dict[str, dict[str, float]] = defaultdict(dict)
+        self._set_up_s: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and not report.skipped:
-            self._took_s[report.nodeid.partition("::")[0]][report.nodeid] = report.duration
+        file = report.nodeid.partition("::")[0]
+        if report.when == "setup":
+            self._set_up_s[file] += report.duration
+        elif report.when == "call" and not report.skipped:
+            self._took_s[file][report.nodeid] = report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):  # of several processes the one that hears of all
-            long = (name for took_s in self._took_s.values() for name in too_long(took_s))
+            long = (
+                name
+                for file, took_s in self._took_s.items()
+                for name in too_long(file, took_s, self._set_up_s[file])
+            )
             SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
 
 
-def too_long(took_s: Mapping[str, float]) -> list[str]:
-    """Return the tests of a file that take too long for `make test`; its quickest is never one of them."""
+def too_long(file: str, took_s: Mapping[str, float], set_up_s: float) -> list[str]:
+    """Return the tests of a file that take too long for `make test`, or the file if its launches do.
+
+    Else its quickest is never one of them.
+    """
+    if set_up_s > _MOST_OF_LAUNCHES_S:
+        return [file]
     quickest = min(took_s, key=lambda name: took_s[name])
     return [name for name, seconds in took_s.items() if seconds > _MOST_S and name != quickest]
 
@@ -78,7 +91,8 @@ def mark_slow_by_measure(items: Iterable[pytest.Item]) -> None:
     """Mark as slow what `SLOW_TESTS` names, but for what is marked ``essential``."""
     slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
     for item in items:
-        if item.nodeid in slow and not item.get_closest_marker("essential"):
+        named = not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0]))
+        if named and not item.get_closest_marker("essential"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -436,6 +436,7 @@ PUBLISHED = {
 NAMED = "hf_actswap.ActSwapTrainer in place of Trainer"
 
 pytestmark = [
+    pytest.mark.essential,
     pytest.mark.dist,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not loss_is_scaled_by_data_ranks(), reason="it needs transformers 5.16"),

@@ -21,7 +21,7 @@ LIMIT_S, LONG_LIMIT_S = 150, 280
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 """Relative; float32."""
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.essential]
 
 
 quick = launched(run_quick, 2, LIMIT_S)

@@ -31,6 +31,7 @@ from tests.processes import launch, launch_trainers, result
 from tests.quick_cases import runs_slow_cases, slow_among
 
 pytestmark = [
+    pytest.mark.essential,
     pytest.mark.dist,
     pytest.mark.skipif(not loss_is_scaled_by_data_ranks(), reason="it needs transformers 5.16"),
 ]

@@ -21,6 +21,8 @@ from hf_actswap import stage_from_config
 from hf_actswap.releases import is_since
 from tests.robustness.ranks import ranks
 
+pytestmark = pytest.mark.essential
+
 TINY = [
     *("--dataset", "sample", "--use_cpu", "true", "--disable_tqdm", "true", "--vocab_size", "512"),
     *("--hidden_size", "64", "--block_size", "64", "--max_train_samples", "256", "--max_eval_samples", "16"),

@@ -28,9 +28,9 @@ from ..states.optimizer_states import part_bytes
 
 WORTH = 0.01
 """Share of a step by which the host must be predicted to be faster: less is within a prediction's error."""
-_HOST_MS = 0.2
-"""The host's work for the copies of one weight's states. On a slow host, where it was 0.6 ms, it made
-steps of Whisper-medium 40 % longer that were predicted to become 4 % shorter."""
+_HOST_MS = 0.4
+"""The host's work for the copies of one weight's states, on a host that is neither slow nor fast. On a slow
+one, where it was 0.6 ms, it made steps of Whisper-medium 40 % longer; 4 % less had been predicted."""
 FEW_STATES = 0.01
 """Share of a step's peak below which states are not worth the two searches for a plan without them."""
 Result = TypeVar("Result")

@@ -53,7 +53,7 @@ _MOST_S, _MOST_OF_LAUNCHES_S = 1.2, 25.0
 
 
 class Measured:
-    """A plugin that writes `SLOW_TESTS` anew: of each file what is `too_long`."""
+    """A plugin that writes `SLOW_TESTS` anew, for the files that ran: of each what is `too_long`."""
 
     def __init__(self) -> None:
         self._took_s: dict[str, dict[str, float]] = defaultdict(dict)
@@ -73,7 +73,10 @@ class Measured:
                 for file, took_s in self._took_s.items()
                 for name in too_long(file, took_s, self._set_up_s[file])
             )
-            SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
+            known = SLOW_TESTS.read_text(encoding="utf-8").splitlines()
+            of_others = (name for name in known if name.partition("::")[0] not in self._took_s)
+            lines = (f"{name}\n" for name in sorted((*of_others, *long)))
+            SLOW_TESTS.write_text("".join(lines), encoding="utf-8")
 
 
 def too_long(file: str, took_s: Mapping[str, float], set_up_s: float) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -110,11 +111,16 @@ def record_saved(
     check_device(device)
     call = args, kwargs or {}, device, model if called is None else called
     root = unwrapped(model)
-    if (repeat := structure.repeat_in(root)) is not None:
+    if repeats := structure.repeats_in(root):
         try:
-            with structure.without(root, repeat.left_out) as few:
+            with ExitStack() as left_out:
+                few = structure
+                for repeat in repeats:
+                    few = left_out.enter_context(few.without(root, repeat.left_out, repeat.stack))
                 storages = _record_saved(model, few, *call)
-            return SavedBytes(repeated_uses(storages, repeat), structure.modules)
+            for repeat in repeats:
+                storages = repeated_uses(storages, repeat)
+            return SavedBytes(storages, structure.modules)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return SavedBytes(_record_saved(model, structure, *call), structure.modules)

@@ -28,7 +28,7 @@ from typing import Any
 from ..engine.step_watch import ComputePart, StepMemory, StepTimeline
 from ..errors import Problem
 from ..plan import MemoryPlan
-from ..plan.actions import SCOPES, Scope, layer_order
+from ..plan.actions import SCOPES, Scope, is_layer, layer_order
 from ..planner.cost.simulate import fates_of
 from ..planner.profile import Prediction, Profile
 from .run_facts import byte_unit, bytes_text, ms_text
@@ -551,7 +551,7 @@ def _column_names(columns: Sequence[Scope], cell_px: float) -> tuple[list[float]
 
 def _columns(cells: Cells) -> list[Scope]:
     met = {scope for _, scope in cells}
-    layers = sorted((scope for scope in met if scope not in SCOPES), key=layer_order)
+    layers = sorted(filter(is_layer, met), key=layer_order)
     before: list[Scope] = [name for name in SCOPES if name in met and name == "embedding"]
     return [*before, *layers, *(name for name in SCOPES if name in met and name != "embedding")]
 

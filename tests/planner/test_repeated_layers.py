@@ -129,8 +129,10 @@ def test_records_are_those_of_all_layers_of_all_stacks(kind: Any) -> None:
         batch |= {"input_features": torch.zeros(2, 8, 32)} if whisper else {"input_ids": ids}
     structure = model_structure(model)
     few = profile_from_shapes(model, structure, batch, "H100")
+    saved = record_saved(model, structure, kwargs=batch)
     with all_layers_run():
         whole = profile_from_shapes(model, structure, batch, "H100")
+        assert saved == record_saved(model, structure, kwargs=batch)
     assert [repeat.stack for repeat in structure.repeats_in(model)] == [structure.stacks[0].path, ""]
     assert times(few) == pytest.approx(times(whole))
     assert without_times(few) == without_times(whole)

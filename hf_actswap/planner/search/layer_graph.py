@@ -165,10 +165,10 @@ def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Seg
 
     Of ``limits`` only ``min_tensor_bytes`` and ``frees_optimizer_states`` count.
     """
-    whose = list(_segment_of_events(profile))
-    uses = _UsesBySegment(profile, whose)
+    places: dict[Scope | None, int] = {scope: place for place, scope in enumerate(profile.layers)}
+    uses = _UsesBySegment(profile, places)
     recomputed = RecomputedModules(fixed, profile.saved.modules)
-    layers = sorted(set(whose))
+    layers = sorted(set(uses.segment_of_events))
     return grouped([_Builder(profile, recomputed, limits, layer, uses).segment() for layer in layers])
 
 
@@ -179,10 +179,9 @@ def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
     return max(fixed.min_tensor_bytes, limits.min_tensor_bytes)
 
 
-def _segment_of_events(profile: Profile) -> Iterator[int]:
+def _segment_of_events(profile: Profile, places: Mapping[Scope | None, int]) -> Iterator[int]:
     """Yield the segment of each op event by its scope; without one it belongs to what ran before it."""
-    current, last = -1, len(profile.layers)
-    places = {scope: place for place, scope in enumerate(profile.layers)}
+    current, last = -1, len(places)
     for op_event in profile.op_events:
         scope = op_event.call[0]
         if scope in places:
@@ -193,12 +192,14 @@ def _segment_of_events(profile: Profile) -> Iterator[int]:
 
 
 class _UsesBySegment:
-    """The uses of storages by segment; knows which storages several segments read."""
+    """The uses of storages by segment; knows which storages several segments read.
 
-    def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
-        self.segment_of_events = whose
-        self.places: Mapping[Scope | None, int] = {scope: at for at, scope in enumerate(profile.layers)}
-        """The segment of each layer."""
+    ``places``: the segment of each layer.
+    """
+
+    def __init__(self, profile: Profile, places: Mapping[Scope | None, int]) -> None:
+        self.places = places
+        self.segment_of_events = whose = list(_segment_of_events(profile, places))
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         """Segment -> number of a storage -> (op event, use)."""
         self.shared: set[int] = set()

@@ -132,8 +132,10 @@ _NEAR = 0.01
 """A peak this near below the budget, as a share of what a plan can change, is good enough."""
 
 _IN_REACH, _LEAST_GAIN = 1.05, 0.0025
-"""Lower peaks than the program's least one are looked for if that is at most so many times the budget, until
-a round lowers it by less than this share: they are no more than one or two percent lower."""
+"""Lower peaks than the program's least one are looked for if that is at most so many times the budget, or if
+the step waits for copies for more than the second share of its time: what the link has not carried away is
+still on the device. Where nothing waits they are at most one or two percent lower. The search ends when a
+round lowers the peak by less than that share."""
 
 _HASTE = (0.95, 0.8)
 """Safety factors of shorter windows, tried too if layers are compiled. Hooks are then a layer apart: a window
@@ -285,8 +287,8 @@ class Search:
 
     @cached_property
     def least(self) -> Found:
-        """The plan with the least peak, whatever a step takes: the program's own, then lower ones if the
-        budget is not far below it.
+        """The plan with the least peak, whatever a step takes: the program's own, then lower ones if it waits
+        for copies or the budget is not far below it.
 
         Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
         has named suffices in the next run too, although its measured times differ.
@@ -302,7 +304,10 @@ class Search:
         if (solution := self._solution(None)) is not None:
             tried += self._plans_of(solution)
         least = min(tried, key=_peak_bytes)
-        for _ in range(_LEAST_ROUNDS if _peak_bytes(least) <= _IN_REACH * self._limits.device_bytes else 0):
+        step = least.prediction
+        waits = step.forward_stall_ms + step.backward_stall_ms > _LEAST_GAIN * step.step_ms
+        near = _peak_bytes(least) <= _IN_REACH * self._limits.device_bytes
+        for _ in range(_LEAST_ROUNDS if waits or near else 0):
             lower = list(self._plans_near(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))
             if not lower:
                 break

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..config import ActSwapConfig, MemoryConfig, TileConfig, WeightsPlace
-from ..config.sizes import device_kind
 from ..engine.frozen_weights import problems_of_weights, sizes_on_host
 from ..engine.install import put_tiles, tile_parts
 from ..errors import PlanError, Problem
@@ -27,7 +26,7 @@ from ..planner.cost.data_axis import Unit, data_axis, units_of
 from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.simulate import StorageOutcome, fates_of
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates
+from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates, rates_name
 from ..planner.record.shapes import (
     Baseline,
     profile_from_shapes,
@@ -150,8 +149,8 @@ def device_name(asked: str | None) -> str:
 
 
 def kind_here() -> str | None:
-    """Return the kind of this machine's GPU (`config.sizes.DEVICE_KINDS`); ``None``: unknown, or no GPU."""
-    return device_kind(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    """Return this machine's GPU, as `device_rates` takes it; ``None``: there is none, or it is not known."""
+    return rates_name(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def profile_of(

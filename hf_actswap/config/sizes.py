@@ -24,12 +24,22 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 DEVICE_KINDS = {
     "H200": r"\bh200\b",
-    "H100": r"\bh100\b",
+    "H100": r"\bh100\b(?! (pcie|nvl)\b)",
     "A100-80": r"\ba100\b(?!.*\b40 ?g?b?\b)",
     "A100-40": r"\ba100\b.*\b40 ?g?b?\b",
     "B200": r"\bg?b200\b",
     "L40S": r"\bl40s\b",
     "RTX 4090": r"\b(rtx ?)?4090\b(?!.*laptop)",
+    "RTX 3090": r"\b(rtx ?)?3090\b",
+    "RTX 5090": r"\b(rtx ?)?5090\b(?!.*laptop)",
+    "RTX A6000": r"\ba6000\b",
+    "RTX 6000 Ada": r"\b6000 ada\b",
+    "RTX PRO 6000": r"\bpro 6000 blackwell\b(?!.*max q)|^ ?(rtx )?pro 6000 ?$",
+    "A10G": r"\ba10g\b",
+    "A40": r"\ba40\b",
+    "L4": r"\bl4\b",
+    "H100 PCIe": r"\bh100 pcie\b",
+    "H100 NVL": r"\bh100 nvl\b",
     "MI300X": r"\bmi300x\b",
     "cpu": r"^ ?cpu ?$",
 }

@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..config.sizes import GIB, device_kind, gib_text
+from ..config.sizes import GIB, gib_text
 from ..engine.agreement import world_size
 from ..engine.call_state import CallState
 from ..engine.device_allocator import let_segments_expand
@@ -56,7 +56,7 @@ from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .planning import found_by_rank_0
 from .profile import Profile
-from .record.devices import device_rates, known_device_or_default
+from .record.devices import DEVICES, device_rates, rates_name
 from .record.fsdp_step import of_one_rank
 from .record.shapes import profile_from_shapes, with_weights_on_host
 from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run
@@ -96,13 +96,14 @@ class StepOnPaper:
         self,
         training: PlannedTraining,
         fixed: Callable[[], MemoryPlan],
-        device: str,
+        device: torch.device,
         put_tiles: ApplyTiles = lambda _: [],
         states_moved: Callable[[], bool] = lambda: False,
         ladder: Iterable[MemoryPlan] = (),
     ) -> None:
         self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
-        self._rates, self._workspaces = known_device_or_default(device), device != "cpu"
+        rates = rates_name(device)
+        self._rates, self._workspaces = rates or DEVICES[0].name, device.type != "cpu"
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
@@ -111,8 +112,7 @@ class StepOnPaper:
         self._shape: tuple[int, ...] = ()
         self._gradients_exist = False
         self._known: dict[object, int | None] = {}
-        known_rates = self._workspaces and device_kind(device) is not None
-        self.knows_steps = known_rates and not self._structure.compiles
+        self.knows_steps = self._workspaces and rates is not None and not self._structure.compiles
 
     def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember a batch; a forward pre-hook of the model. Floating-point values are not kept."""
@@ -340,7 +340,7 @@ def start_planner(
     name = device_name(device)
     tiles, known_tiles = (None, ()) if ladder is None else tee(ladder)
     paper = StepOnPaper(
-        training, lambda: run.fixed, name, put_tiles, lambda: run.states is not None, known_tiles
+        training, lambda: run.fixed, device, put_tiles, lambda: run.states is not None, known_tiles
     )
     guard = OomGuard(meter, idle, paper.in_words)
     run = Run(

@@ -53,6 +53,20 @@ DEVICES: tuple[DeviceFacts, ...] = (
     DeviceFacts("B200", "NVIDIA B200", 182642, (10, 0), 148, 2048, 232448, 126),
     DeviceFacts("L40S", "NVIDIA L40S", 45488, (8, 9), 142, 1536, 101376, 96),
     DeviceFacts("RTX 4090", "NVIDIA GeForce RTX 4090", 24110, (8, 9), 128, 1536, 101376, 72),
+    DeviceFacts("RTX 3090", "NVIDIA GeForce RTX 3090", 24257, (8, 6), 82, 1536, 101376, 6),
+    DeviceFacts("RTX 5090", "NVIDIA GeForce RTX 5090", 32111, (12, 0), 170, 1536, 101376, 96),
+    DeviceFacts("RTX A6000", "NVIDIA RTX A6000", 48670, (8, 6), 84, 1536, 101376, 6),
+    DeviceFacts("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation", 48640, (8, 9), 142, 1536, 101376, 96),
+    DeviceFacts(
+        "RTX PRO 6000",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        *(97250, (12, 0), 188, 1536, 101376, 128),
+    ),
+    DeviceFacts("A10G", "NVIDIA A10G", 22502, (8, 6), 80, 1536, 101376, 6),
+    DeviceFacts("A40", "NVIDIA A40", 45416, (8, 6), 84, 1536, 101376, 6),
+    DeviceFacts("L4", "NVIDIA L4", 22560, (8, 9), 58, 1536, 101376, 48),
+    DeviceFacts("H100 PCIe", "NVIDIA H100 PCIe", 81079, (9, 0), 114, 2048, 232448, 50),
+    DeviceFacts("H100 NVL", "NVIDIA H100 NVL", 95320, (9, 0), 132, 2048, 232448, 60),
 )
 
 

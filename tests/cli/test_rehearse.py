@@ -21,6 +21,7 @@ from hf_actswap.cli.output import Answer
 from hf_actswap.cli.program import run_program
 from hf_actswap.cli.rehearsal_report import read_reports, rehearsed
 from hf_actswap.rehearsal import Options
+from hf_actswap.rehearsal.devices import DEVICES
 
 from .conftest import TINY, Run
 
@@ -190,7 +191,7 @@ def test_the_planner_is_asked_when_memory_ran_out() -> None:
     assert "What to change" not in text_of(rehearsed(Options("A100-40"), [process], 1, asks_planner=False))
 
 
-@pytest.mark.parametrize("device", ["H200", "H100", "A100-80", "A100-40", "B200", "L40S", "RTX 4090"])
+@pytest.mark.parametrize("device", [facts.kind for facts in DEVICES])
 def test_the_planner_may_use_all_that_a_device_has(device: str) -> None:
     """What the rehearsal and the planner know of it differs by some MiB."""
     process = seen(group(MIB, "", "forward", "aten::silu"), failed=True)

@@ -131,7 +131,9 @@ def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settin
     optimizer = torch.optim.AdamW(model.parameters())
     memory = MemoryConfig(mode="adaptive", **settings)
     fixed = MemoryPlan((), len(shape.layers))
-    found = StepOnPaper(PlannedTraining(model, shape, fixed, memory, optimizer), lambda: fixed, "cpu")
+    found = StepOnPaper(
+        PlannedTraining(model, shape, fixed, memory, optimizer), lambda: fixed, torch.device("cpu")
+    )
     ids = torch.zeros(2, 16, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found.forward_starts(model, (), {"input_ids": ids, "labels": ids})

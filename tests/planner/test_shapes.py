@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -30,7 +31,7 @@ from hf_actswap.planner import (
     profile_from_shapes,
     profile_to_json,
 )
-from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms
+from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms, rates_name
 from hf_actswap.planner.record.shapes import RooflineClock, _AcceleratorKernels
 from tests.engine.tiny_models import snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
@@ -326,6 +327,57 @@ def test_devices_by_name() -> None:
     with pytest.raises(PlanError, match="Did you mean 'H200'"):
         device_rates("H20")
     assert [rates.name for rates in DEVICES] == list(DEVICE_KINDS)
+
+
+DRIVERS = [
+    # name, capability, multiprocessors, kHz, memory's kHz, bits, MiB: as torch.cuda has them
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2520000, 10501000, 384, 24110, "RTX 4090"),
+    ("NVIDIA RTX 4090 of another name", (8, 9), 128, 2520000, 10501000, 384, 24110, "RTX 4090"),
+    ("NVIDIA GeForce RTX 4080", (8, 9), 76, 2505000, 11201000, 256, 16064, (82.9, 0.478, 25)),
+    ("NVIDIA RTX A5000", (8, 6), 64, 1695000, 8001000, 384, 24240, (66.6, 0.512, 25)),
+    ("NVIDIA GH200 480GB", (9, 0), 132, 1980000, 2619000, 6144, 96768, (642.0, 2.68, 50)),
+    ("Tesla T4", (7, 5), 40, 1590000, 5001000, 256, 14913, None),
+    ("NVIDIA GeForce RTX 4080", (8, 9), 76, 0, 0, 0, 16064, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "count", "khz", "memory_khz", "bits", "mebibytes", "found"), DRIVERS
+)
+def test_a_device_that_no_table_has_is_described_by_its_driver(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: tuple[int, int],
+    count: int,
+    khz: int,
+    memory_khz: int,
+    bits: int,
+    mebibytes: int,
+    found: str | tuple[float, float, float] | None,
+) -> None:
+    facts = SimpleNamespace(
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=count,
+        clock_rate=khz,
+        memory_clock_rate=memory_khz,
+        memory_bus_width=bits,
+        total_memory=mebibytes * 2**20,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    named = rates_name(torch.device("cuda", 0))
+    if not isinstance(found, tuple):
+        assert named == found
+        return
+    assert named is not None
+    rates = device_rates(named)
+    teraflops, bandwidth, link = found
+    assert rates.memory_bytes == mebibytes * 2**20
+    assert rates.half_flop_per_ms == pytest.approx(teraflops * 1e9, rel=0.01)
+    assert rates.bytes_per_ms == pytest.approx(bandwidth * 1e9, rel=0.01)
+    assert rates.link is not None
+    assert rates.link.out_bytes_per_ms == link * 1e6
 
 
 def test_a_device_of_ones_own_is_like_the_h200_in_what_it_does_not_say() -> None:

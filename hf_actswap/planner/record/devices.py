@@ -6,6 +6,12 @@ GB/s out and 55.1 back, 49.8 each at once). Rates of other devices are estimates
 reduced in the same ratio as the H200's. Measure where you can. (MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s in
 bf16 and 163 in fp32, PCIe 5, AMD's data sheet.)
 
+GeForce cards and the A10G sum products in fp32 at half of the rate that their tensor cores have otherwise, so
+their power limit does not slow them: they are taken to reach 85 % of it (people report 84 to 107 % of an RTX
+5090's 209.5 TFLOP/s). Other cards of the same chips sum at the full rate and run into it: 60 %, as the
+L40S, 50 % at the 72 W of an L4, 70 % at the 600 W of an RTX PRO 6000. Of their memory's rate all reach two
+thirds. What no table has is asked of the driver (`rates_name`).
+
 Links between devices have not been measured: their rates *are* those of data sheets (`Fabric`), which no
 collective quite reaches.
 """
@@ -147,11 +153,14 @@ _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
     Fabric(f"NVLink {generation}", gigabytes * 1e6 / 2)
     for generation, gigabytes in ((3, 600), (4, 900), (5, 1800))
 )
-_PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2, to_host_too=True)
+_PCIE_4, _PCIE_5 = (
+    Fabric(f"PCIe {generation} x16", gigabytes * 1e6 / 2, to_host_too=True)
+    for generation, gigabytes in ((4, 64), (5, 128))
+)
 _XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 """Data sheets of A100 80GB SXM (NVLink 600 GB/s), H100 and H200 SXM (900 GB/s), HGX B200 (1.8 TB/s a GPU),
-L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and
-no NVLink either. All these rates are of both directions together."""
+L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the other cards are taken as
+without NVLink, which joins only pairs of some. All these rates are of both directions together."""
 
 DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("H200", 139.0, (660, 50, 545, 3.2), _H200_LINK, _NVLINK_4, _HOPPER_WORKSPACE, _HOST_5),
@@ -161,14 +170,51 @@ DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("B200", 177.8, (1450, 65, 950, 5.3), _link(55), _NVLINK_5, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("L40S", 43.9, (210, 55, 160, 0.58), _link(25), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
     _accelerator("RTX 4090", 23.0, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX 3090", 23.1, (60, 26, 50, 0.63), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX 5090", 30.8, (178, 76, 150, 1.20), _link(50), _PCIE_5, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX A6000", 46.9, (93, 28, 75, 0.52), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX 6000 Ada", 46.9, (215, 60, 165, 0.65), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX PRO 6000", 94.4, (350, 85, 280, 1.20), _link(50), _PCIE_5, _WORKSPACE, _DESKTOP),
+    _accelerator("A10G", 21.4, (60, 24, 50, 0.40), _link(20), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
+    _accelerator("A40", 43.8, (90, 27, 72, 0.46), _link(25), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
+    _accelerator("L4", 21.5, (60, 18, 48, 0.20), _link(25), _PCIE_4, _WORKSPACE, (48 * GIB, _DDR4)),
+    _accelerator("H100 PCIe", 78.6, (455, 38, 375, 1.33), _link(55), _PCIE_5, _HOPPER_WORKSPACE, _HOST_5),
+    _accelerator("H100 NVL", 92.5, (500, 45, 415, 2.60), _link(55), _PCIE_5, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("MI300X", 191.0, (870, 120, 720, 3.5), _link(55), _XGMI, _HOPPER_WORKSPACE, _HOST_5),
     DeviceRates("cpu", 64 * GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 
 
-def known_device_or_default(name: str) -> str:
-    """Return the name of the known device that ``name`` means; for an unknown one that of `DEVICES[0]`."""
-    return device_kind(name) or DEVICES[0].name
+_FLOP_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+"""Compute capability -> floating-point operations of a multiprocessor's tensor cores in a cycle, in half
+precision and summed in fp32 (NVIDIA's white papers of GA100, GA102, AD102, GH100, GB200 and GB202). A GeForce
+card does half as many."""
+
+
+def rates_name(device: torch.device) -> str | None:
+    """Return what `device_rates` takes for a device of this machine; ``None``: nothing says what it can do.
+
+    For a device that is not in `DEVICES` these are numbers from its driver's clocks and widths.
+    """
+    if device.type != "cuda":
+        return device_kind(device.type)
+    facts = torch.cuda.get_device_properties(device)
+    return device_kind(facts.name) or _numbers_of(facts)
+
+
+def _numbers_of(facts: Any) -> str | None:
+    """Return what a driver says of a device (clocks in kHz, width in bits), written as `OWN_DEVICE`."""
+    per_cycle = _FLOP_PER_CYCLE.get((facts.major, facts.minor), 0)
+    clocks = [getattr(facts, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")]
+    if not per_cycle or not all(clocks):
+        return None
+    clock, memory_clock, width = clocks
+    teraflops = per_cycle * facts.multi_processor_count * clock / 1e9
+    reached = teraflops / 2 * 0.85 if "geforce" in facts.name.lower() else teraflops * 0.6
+    bandwidth = 2 * memory_clock * width / 8 / 1e9 * 2 / 3  # two transfers a cycle
+    link = 25 if facts.major < 9 else 50
+    mebibytes = facts.total_memory >> 20
+    return f"memory={mebibytes}MiB,tflops={reached:.4g},bandwidth={bandwidth:.4g},link={link}"
 
 
 def device_rates(name: str) -> DeviceRates:

@@ -26,6 +26,15 @@ OPS: dict[str, tuple[Op, tuple[torch.Tensor, ...]]] = {
     "mean": (lambda x: x.mean(-1), (rand(3, 5),)),
     "prod": (lambda x: x.prod(-1), (rand(3, 5),)),
     "lgamma": (lambda x: x.lgamma(), (rand(3, 5),)),
+    "erfinv in place": (lambda x: x.clone().erfinv_(), (rand(3, 5),)),
+    "lgamma in place, in half precision": (
+        lambda x: x.clone().lgamma_(),
+        (rand(3, 5, dtype=torch.bfloat16),),
+    ),
+    "exp2 into another tensor": (
+        lambda x: x * torch.exp2(x.detach(), out=torch.empty_like(x.detach())),
+        (rand(3, 5),),
+    ),
     "cumsum": (lambda x: x.cumsum(0), (rand(3, 5),)),
     "index": (lambda x: x[INDEX.to(x.device)], (rand(4, 5),)),
     "mask": (lambda x: x[x > 0.5], (rand(4, 5),)),

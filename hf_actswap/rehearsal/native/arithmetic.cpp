@@ -104,9 +104,10 @@ const std::map<std::string, Kind>& special_ops() {
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
 // Ops whose kernels PyTorch has NVRTC compile when they first run (`AT_USE_JITERATOR`), which needs a GPU.
-bool is_compiled(const std::string& name) {
+bool is_compiled(std::string name) {
   static const std::set<std::string> names{"aten::prod",   "aten::gcd",  "aten::lcm",  "aten::digamma", "aten::lgamma",
                                            "aten::polygamma", "aten::i0", "aten::sinc", "aten::exp2",    "aten::erfinv"};
+  if (name.back() == '_') name.pop_back();  // in place
   return names.count(name) > 0 || starts_with(name, "aten::special_");
 }
 
@@ -117,8 +118,8 @@ Kind kind_of(const std::string& name, const std::string& overload) {
       "aten::repeat_interleave", "aten::bincount", "aten::convolution", "aten::convolution_backward"};  // not cuDNN
   auto found = special_ops().find(name);
   if (found != special_ops().end()) return found->second;
-  bool alone = values_first.count(name) || is_compiled(name);
-  if (alone && overload.find("out") == std::string::npos) return Kind::values_first;
+  bool writes_elsewhere = overload.find("out") != std::string::npos;
+  if (is_compiled(name) || (values_first.count(name) && !writes_elsewhere)) return Kind::values_first;
   if (attention_of(name)) return Kind::attention;
   bool product = name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::baddbmm";
   if (product && starts_with(overload, "dtype")) return Kind::out_dtype;
@@ -291,10 +292,14 @@ class Arithmetic : public c10::OperatorKernel {
     if (kind_ == Kind::out_dtype) return compute_product(given, results);
     if (kind_ == Kind::softmax) return compute_softmax(op, given, results);
     if (kind_ == Kind::rms_norm) return compute_rms_norm_backward(given, results);
-    Stack cpu = on_cpu(given, random);
-    Stack found;
+    Stack found = run_on_cpu(op, on_cpu(given, random));
+    if (!is_mutable_)
+      for (size_t i = 0; i < gives_; i++) put(results[i], found[i]);
+  }
+
+  Stack run_on_cpu(const c10::OperatorHandle& op, const Stack& cpu) {
+    Stack found = cpu;
     try {
-      found = cpu;
       op.callBoxed(&found);
     } catch (const c10::Error&) {  // the CPU may lack the op for half precision, or for this mixture of types
       found = widened(cpu, name_ == "aten::histc");  // which counts whole numbers on a GPU alone
@@ -303,8 +308,7 @@ class Arithmetic : public c10::OperatorKernel {
       for (size_t i = 0; i < cpu.size(); i++)
         if (writes_[i]) put(cpu[i], wide[i]);
     }
-    if (!is_mutable_)
-      for (size_t i = 0; i < gives_; i++) put(results[i], found[i]);
+    return found;
   }
 
   void values_first(const c10::OperatorHandle& op, Stack* stack) {
@@ -316,16 +320,15 @@ class Arithmetic : public c10::OperatorKernel {
     Stack found;
     {
       OnlyKernels scope;
-      found = on_cpu(given, std::nullopt);
-      try {
-        op.callBoxed(&found);
-      } catch (const c10::Error&) {
-        found = widened(on_cpu(given, std::nullopt));
-        op.callBoxed(&found);
-      }
+      found = run_on_cpu(op, on_cpu(given, std::nullopt));
     }
     Inside no_arithmetic;
     stack->erase(stack->end() - takes_, stack->end());
+    if (is_mutable_) {  // it has written through the CPU's views of the device's memory
+      for (size_t i = 0; i < given.size(); i++)
+        if (writes_[i]) stack->push_back(given[i]);
+      return note(given, {}, device);
+    }
     for (auto& value : found) {
       if (value.isTensor() && value.toTensor().defined()) {
         at::Tensor on_host = value.toTensor();

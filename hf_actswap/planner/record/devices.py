@@ -8,9 +8,9 @@ bf16 and 163 in fp32, PCIe 5, AMD's data sheet.)
 
 GeForce cards and the A10G sum products in fp32 at half of the rate that their tensor cores have otherwise, so
 their power limit does not slow them: they are taken to reach 85 % of it (people report 84 to 107 % of an RTX
-5090's 209.5 TFLOP/s). Other cards of the same chips sum at the full rate and run into it: 60 %, as the
-L40S, 50 % at the 72 W of an L4, 70 % at the 600 W of an RTX PRO 6000. Of their memory's rate all reach two
-thirds. What no table has is asked of the driver (`rates_name`).
+5090's 209.5 TFLOP/s). Other cards of the same chips sum at the full rate and run into it: 60 %, as the L40S,
+50 % at the 72 W of an L4, 70 % at the 600 W of an RTX PRO 6000 and for Ampere's. Of their memory's rate all
+reach two thirds. What no table has is asked of the driver (`rates_name`).
 
 Links between devices have not been measured: their rates *are* those of data sheets (`Fabric`), which no
 collective quite reaches.
@@ -172,11 +172,11 @@ DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("RTX 4090", 23.0, (140, 60, 120, 0.68), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("RTX 3090", 23.1, (60, 26, 50, 0.63), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("RTX 5090", 30.8, (178, 76, 150, 1.20), _link(50), _PCIE_5, _WORKSPACE, _DESKTOP),
-    _accelerator("RTX A6000", 46.9, (93, 28, 75, 0.52), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
+    _accelerator("RTX A6000", 46.9, (108, 28, 87, 0.52), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("RTX 6000 Ada", 46.9, (215, 60, 165, 0.65), _link(25), _PCIE_4, _WORKSPACE, _DESKTOP),
     _accelerator("RTX PRO 6000", 94.4, (350, 85, 280, 1.20), _link(50), _PCIE_5, _WORKSPACE, _DESKTOP),
     _accelerator("A10G", 21.4, (60, 24, 50, 0.40), _link(20), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
-    _accelerator("A40", 43.8, (90, 27, 72, 0.46), _link(25), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
+    _accelerator("A40", 43.8, (105, 27, 84, 0.46), _link(25), _PCIE_4, _WORKSPACE, (96 * GIB, _DDR4)),
     _accelerator("L4", 21.5, (60, 18, 48, 0.20), _link(25), _PCIE_4, _WORKSPACE, (48 * GIB, _DDR4)),
     _accelerator("H100 PCIe", 78.6, (455, 38, 375, 1.33), _link(55), _PCIE_5, _HOPPER_WORKSPACE, _HOST_5),
     _accelerator("H100 NVL", 92.5, (500, 45, 415, 2.60), _link(55), _PCIE_5, _HOPPER_WORKSPACE, _HOST_5),

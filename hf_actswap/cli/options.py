@@ -229,6 +229,7 @@ class AskedStep:
     gradient_dtype: DtypeName | None = None
     sharding: Sharding | None = None
     fused_loss: bool = False
+    target_tokens: int | None = None
 
 
 @dataclass(frozen=True)

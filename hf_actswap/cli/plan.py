@@ -32,6 +32,14 @@ Seq = Annotated[
     int | None,
     typer.Option(parser=options.tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Default: 4096."),
 ]
+TargetSeq = Annotated[
+    int | None,
+    typer.Option(
+        parser=options.tokens,
+        metavar="N",
+        help="Tokens of a target sequence, of a model with an encoder and a decoder. Default: --seq.",
+    ),
+]
 Batch = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch. Default: 1.")
 ]
@@ -147,6 +155,7 @@ def plan(
     model: options.ModelName,
     config: Config = None,
     seq: Seq = None,
+    target_seq: TargetSeq = None,
     batch: Batch = None,
     device: options.Device = None,
     profile: ProfileFile = None,
@@ -178,7 +187,7 @@ def plan(
     asked = PlanRequest(
         model=computed_in(wanted, shard, autocast),
         config=config,
-        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard, fused_loss),
+        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard, fused_loss, target_seq),
         profile=profile,
         budget_bytes=budget,
         tp=tp,

@@ -297,6 +297,7 @@ def step_shape(asked: AskedStep) -> StepShape:
         asked.gradient_dtype,
         asked.sharding,
         fused_loss=asked.fused_loss,
+        target_tokens=asked.target_tokens,
     )
 
 

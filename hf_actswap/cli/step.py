@@ -77,6 +77,7 @@ class StepShape:
         micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
         in_backward: whether the optimizer steps each parameter in backward.
         states_leave: whether the optimizer's states are on the host between its steps, because it is written.
+        target_tokens: tokens of a target sequence, for an encoder and a decoder; ``None``: ``tokens``.
         fused_loss: whether the training computes its loss from the head's weight, tile by tile, whatever the
             plan says: it is predicted in tiles, and the plan has none of the loss.
     """
@@ -93,6 +94,7 @@ class StepShape:
     in_backward: bool = False
     states_leave: bool = False
     fused_loss: bool = False
+    target_tokens: int | None = None
 
     @property
     def in_fp32(self) -> bool:
@@ -121,7 +123,8 @@ class StepShape:
         place = ", frozen weights on the host" if self.weights == "host" else ""
         place += ", optimizer in backward" if self.in_backward else ""
         place += ", fused loss" if self.fused_loss else ""
-        batch = f"{self.sequences} x {self.tokens} tokens"
+        targets = f" and {self.target_tokens} of the target" if self.target_tokens else ""
+        batch = f"{self.sequences} x {self.tokens} tokens{targets}"
         if self.micro_batches > 1:
             batch = f"{self.micro_batches} micro-batches of {batch}"
         return f"{batch} on {self.device}{precision}{states}{gradients}{shares}{place}"
@@ -131,6 +134,7 @@ class StepShape:
         return {
             "batch": self.sequences,
             "seq": self.tokens,
+            "target_seq": self.target_tokens,
             "device": self.device,
             "autocast": self.autocast,
             "optimizer": self.optimizer,
@@ -178,7 +182,18 @@ def profile_of(
     if step.fused_loss and has_loss and not any(tile.scope == "head" for tile in tiles):
         tiles = (*tiles, _fused_loss(found, step))
     states = state_bytes(step.optimizer, found.model, step.in_fp32)[0] + _masters_bytes(found, step)
-    shape = (step.sequences, step.tokens, step.device, step.autocast, states)
+    if step.target_tokens and not getattr(found.model.config, "is_encoder_decoder", False):
+        hint = "Leave it out."
+        expected = "a model with an encoder and a decoder"
+        raise ModelError([Problem("--target-seq", expected, found.shape.family or found.name, hint)])
+    shape = (
+        step.sequences,
+        step.tokens,
+        step.target_tokens or step.tokens,
+        step.device,
+        step.autocast,
+        states,
+    )
     key = (*shape, tiles, has_loss, gradients_exist, workspaces)
     if key not in found.profiles:
         found.profiles[key] = _from_shapes(found, *key)
@@ -227,6 +242,7 @@ def _from_shapes(
     found: AnalysedModel,
     sequences: int,
     tokens: int,
+    target_tokens: int,
     device: str,
     autocast: AutocastName | None,
     states_bytes: int,
@@ -237,8 +253,11 @@ def _from_shapes(
 ) -> Profile:
     parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
     # Two tensors: a model may change its labels.
-    names = ("input_ids", "labels") if has_loss else ("input_ids",)
-    batch = {name: torch.empty(sequences, tokens, dtype=torch.long, device="meta") for name in names}
+    lengths = {"input_ids": tokens, **({"labels": target_tokens} if has_loss else {})}
+    batch = {
+        name: torch.empty(sequences, length, dtype=torch.long, device="meta")
+        for name, length in lengths.items()
+    }
     mixed = torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext()
     try:
         with mixed, ExitStack() as tiled:

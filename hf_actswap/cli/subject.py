@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 from ..config import ActSwapConfig
 from ..config.hub import HubOptions, fetch, split_hub_id
@@ -168,11 +174,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _FILE = "config.json"
 _MAX_BYTES = 4 * 1024 * 1024
+_KINDS = "a language model of transformers: causal, of images, sequence to sequence or masked"
 _EXPECTED = f"a folder that holds {_FILE}, such a file, or a Hub id (org/name)"
 
 
 class ModelError(ActSwapError):
-    """No causal language model can be made of what the user named."""
+    """No language model can be made of what the user named."""
 
     subject = "model"
 
@@ -322,7 +329,7 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) 
         r=lora.r,
         target_modules="all-linear" if targets == ("all-linear",) else targets and list(targets),
         lora_dropout=lora.dropout,
-        task_type="CAUSAL_LM",
+        task_type=_peft_task(model),
     )
     try:
         with device, warnings.catch_warnings():
@@ -347,6 +354,12 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) 
     return adapted.train()
 
 
+def _peft_task(model: nn.Module) -> str | None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
+
+
 def random_model(
     name: str,
     dtype: DtypeName | None,
@@ -364,7 +377,7 @@ def random_model(
         layers: how many of the first decoder layers to make; ``None``: all.
 
     Raises:
-        ModelError: there is no such model, or it is not a causal language model of transformers.
+        ModelError: there is no such model, or transformers has no language model of its kind.
         torch.OutOfMemoryError: the model does not fit on the device.
     """
     place = _with_code(name) if trust_remote_code else {"pretrained_model_name_or_path": _config_path(name)}
@@ -385,18 +398,27 @@ def random_model(
         hint = (
             "Only if you trust that code: --trust-remote-code." if "trust_remote_code" in str(error) else ""
         )
-        raise ModelError(
-            [Problem("model", "a causal language model of transformers", _why(name, error), hint)]
-        ) from error
+        raise ModelError([Problem("model", _KINDS, _why(name, error), hint)]) from error
     without_cache(model)
     return model.train()
 
 
 def _class_for(config: Any) -> Any:
-    # Of images and text only where transformers has no causal model for it.
-    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
-    of_images = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if of_images and not causal else AutoModelForCausalLM
+    """Return the class that makes the model of a configuration.
+
+    Of images and text only where transformers has no causal model for it, of an encoder where it says so or
+    there is no other.
+    """
+    of_encoders: tuple[Any, ...] = AutoModelForSeq2SeqLM, AutoModelForMaskedLM
+    made = {
+        kind: model.__name__
+        for kind in (AutoModelForCausalLM, AutoModelForImageTextToText, *of_encoders)
+        if (model := kind._model_mapping.get(type(config), None)) is not None
+    }
+    if not made and not hasattr(config, "auto_map"):
+        raise ValueError(f"a {type(config).__name__}, for which it has none")
+    named = (kind for kind in of_encoders if made.get(kind) in (config.architectures or ()))
+    return (*named, *made, AutoModelForCausalLM)[0]
 
 
 def parameters_of(model: nn.Module) -> int:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, ModernBertConfig, ModernBertForMaskedLM
 
 from hf_actswap import PlanError, apply
 from hf_actswap.plan import MemoryPlan, fingerprint_of, load_plan
+from tests.plan.stacked_models import assert_equal, bart, t5
 
 from .conftest import TINY, Ended, Run
 
@@ -353,3 +355,47 @@ def test_sizes_and_devices_as_people_write_them(run: Run, tiny: Path) -> None:
     assert own["budget_bytes"] == round(2 * GIB * 0.97)
     old = run("plan", tiny, *STEP, "--budget-gib", "0.25", "--json").document
     assert old["budget_bytes"] == GIB // 4
+
+
+def modernbert() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(vocab_size=64, **sizes, **special))
+
+
+@pytest.mark.parametrize(("make", "targets"), [(t5, 12), (bart, 12), (modernbert, None)])
+def test_models_with_an_encoder_are_planned_whole(
+    run: Run, tmp_path: Path, make: Callable[[], nn.Module], targets: int | None
+) -> None:
+    """The plan is trained with: the same gradients, and what it recomputes is recomputed."""
+    model: Any = make().train()
+    model.config.use_cache = False
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    asked = ["plan", tmp_path, "--seq", "24", "--batch", "4", "--autocast", "none", "--device", "RTX 4090"]
+    asked += ["--target-seq", str(targets)] if targets else []
+    found = run(*asked, "--budget", "8", "--json").document
+    assert found["step"]["target_seq"] == targets
+    assert found["model"]["parameters"] == sum(weight.numel() for weight in model.parameters())
+    least, most = (found["predicted"][name]["peak_bytes"] for name in ("recompute all", "nothing"))
+    budget = f"{(least + (most - least) / 4) / 0.92 / GIB:.9f}"
+    assert run(*asked, "--budget", budget, "--save", tmp_path / "plan.json").code == 0
+
+    ids = torch.randint(3, 60, (4, 24), generator=torch.Generator().manual_seed(1))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids[:, :targets].contiguous()).loss.backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    expected = gradients()
+    with apply(model, tmp_path / "plan.json") as applied:
+        assert_equal(gradients(), expected)
+    assert applied.stats().recomputes > 0
+
+
+def test_targets_are_those_of_an_encoder_and_a_decoder(run: Run, tiny: Path) -> None:
+    ended = run("plan", tiny, *STEP, "--target-seq", "8", "--json")
+    assert ended.code == 1
+    assert [problem["where"] for problem in ended.document["problems"]] == ["--target-seq"]

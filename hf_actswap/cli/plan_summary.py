@@ -285,7 +285,7 @@ def output_note(found: SearchResult) -> Iterator[str]:
     if weight is None or not vocabulary:
         return
     ranks = found.subject.tensor_parallel_size
-    size = found.step.sequences * found.step.tokens * vocabulary * weight.weight.element_size() // ranks
+    size = found.step.sequences * found.step.label_tokens * vocabulary * weight.weight.element_size() // ranks
     yield (
         "The model's output is freed before backward, as in the Trainer. A loop that still holds it "
         f"(`outputs = model(...); outputs.loss.backward()`) needs up to {size_text(size)} more, for logits."

@@ -48,10 +48,10 @@ from .step import (
     DEFAULT_DEVICE,
     StepShape,
     device_name,
-    kind_here,
     not_run,
     prediction_document,
     profile_of,
+    rates_here,
 )
 from .subject import DTYPES, AnalysedModel, ModelError, parameters_of, random_model, subject
 
@@ -357,7 +357,7 @@ def _device_here(asked: str | None) -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if asked == _THIS:
         return accelerator or torch.device("cpu")
-    return accelerator if asked is None or device_kind(asked) == kind_here() else None
+    return accelerator if asked is None or device_kind(asked) == rates_here() else None
 
 
 def _from_shapes(found: AnalysedModel, step: StepShape, workspaces: bool = True) -> Profile:

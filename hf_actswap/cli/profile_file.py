@@ -92,6 +92,7 @@ class ProfileFile:
             for what, option, wanted, has in (
                 ("sequences of a batch", "--batch", asked.sequences, own.sequences),
                 ("tokens of a sequence", "--seq", asked.tokens, own.tokens),
+                ("tokens of a target sequence", "--target-seq", asked.target_tokens, own.label_tokens),
                 ("mixed precision", "--autocast", asked.autocast, own.autocast),
                 ("optimizer", "--optimizer", asked.optimizer, own.optimizer),
             )

@@ -114,6 +114,11 @@ class StepShape:
         """Over how many data-parallel ranks the optimizer's states are sharded."""
         return 1 if self.sharding is None else self.sharding.state_ranks
 
+    @property
+    def label_tokens(self) -> int:
+        """Tokens of a sequence for which there are labels, and so logits."""
+        return self.target_tokens or self.tokens
+
     def described(self) -> str:
         """Return the step as one line of text."""
         precision = f", {self.autocast} autocast" if self.autocast else ""
@@ -149,10 +154,10 @@ class StepShape:
 
 def device_name(asked: str | None) -> str:
     """Return the device to predict for: the one asked for, the one that is here, else `DEFAULT_DEVICE`."""
-    return device_rates(asked).name if asked is not None else kind_here() or DEFAULT_DEVICE
+    return device_rates(asked).name if asked is not None else rates_here() or DEFAULT_DEVICE
 
 
-def kind_here() -> str | None:
+def rates_here() -> str | None:
     """Return this machine's GPU, as `device_rates` takes it; ``None``: there is none, or it is not known."""
     return rates_name(torch.device("cuda")) if torch.cuda.is_available() else None
 
@@ -189,7 +194,7 @@ def profile_of(
     shape = (
         step.sequences,
         step.tokens,
-        step.target_tokens or step.tokens,
+        step.label_tokens,
         step.device,
         step.autocast,
         states,
@@ -230,7 +235,7 @@ def _fused_loss(found: AnalysedModel, step: StepShape) -> Tile:
     So Liger Kernel divides a batch (``fused_linear_cross_entropy.py``), and TRL's fused head takes less than
     three times as much (256 MiB, ``trl/kernels/chunked_logprob.py``).
     """
-    tokens, head = step.sequences * step.tokens, found.shape.head
+    tokens, head = step.sequences * step.label_tokens, found.shape.head
     if head is None:
         return Tile("head")  # which is rejected by name
     vocabulary, hidden = found.model.get_parameter(f"{head}.weight").shape

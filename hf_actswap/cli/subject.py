@@ -74,7 +74,7 @@ class AnalysedModel:
         kind = self.shape.family or self.name
         inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # PEFT
         made, named = type(inner).__name__, getattr(self.model.config, "architectures", None) or ()
-        if named and made not in named:  # of an encoder and decoder transformers makes the decoder alone
+        if named and made not in named:  # of Whisper transformers makes the decoder alone
             kind += f" as {made}"
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
 
@@ -406,19 +406,22 @@ def random_model(
 def _class_for(config: Any) -> Any:
     """Return the class that makes the model of a configuration.
 
-    Of images and text only where transformers has no causal model for it, of an encoder where it says so or
-    there is no other.
+    Of images and text only where transformers has no causal model for it; whole where it has an encoder.
     """
-    of_encoders: tuple[Any, ...] = AutoModelForSeq2SeqLM, AutoModelForMaskedLM
-    made = {
-        kind: model.__name__
-        for kind in (AutoModelForCausalLM, AutoModelForImageTextToText, *of_encoders)
-        if (model := kind._model_mapping.get(type(config), None)) is not None
+    kinds = AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMaskedLM
+    own_code = getattr(config, "auto_map", None) or {}
+    made: dict[Any, str] = {
+        kind: own_code[kind.__name__].rpartition(".")[2] for kind in kinds if kind.__name__ in own_code
     }
-    if not made and not hasattr(config, "auto_map"):
+    for kind in kinds:
+        if (model := kind._model_mapping.get(type(config), None)) is not None:
+            made.setdefault(kind, model.__name__)
+    if not made:
         raise ValueError(f"a {type(config).__name__}, for which it has none")
-    named = (kind for kind in of_encoders if made.get(kind) in (config.architectures or ()))
-    return (*named, *made, AutoModelForCausalLM)[0]
+    named = [kind for kind in made if made[kind] in (config.architectures or ())]
+    if AutoModelForSeq2SeqLM in made and config.is_encoder_decoder and AutoModelForCausalLM not in named:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForMaskedLM if named == [AutoModelForMaskedLM] else next(iter(made))
 
 
 def parameters_of(model: nn.Module) -> int:

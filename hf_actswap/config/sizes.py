@@ -23,23 +23,23 @@ _BYTES = {"": GIB, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 DEVICE_KINDS = {
-    "H200": r"\bh200\b",
-    "H100": r"\bh100\b(?! (pcie|nvl)\b)",
+    "H200": r"\bh200\b(?! nvl\b)",
+    "H100": r"\bh100\b(?!.* (pcie|nvl)\b)",
     "A100-80": r"\ba100\b(?!.*\b40 ?g?b?\b)",
     "A100-40": r"\ba100\b.*\b40 ?g?b?\b",
     "B200": r"\bg?b200\b",
     "L40S": r"\bl40s\b",
     "RTX 4090": r"\b(rtx ?)?4090\b(?!.*laptop)",
     "RTX 3090": r"\b(rtx ?)?3090\b",
-    "RTX 5090": r"\b(rtx ?)?5090\b(?!.*laptop)",
+    "RTX 5090": r"\b(rtx ?)?5090\b(?! d\b|.*laptop)",
     "RTX A6000": r"\ba6000\b",
     "RTX 6000 Ada": r"\b6000 ada\b",
     "RTX PRO 6000": r"\bpro 6000 blackwell\b(?!.*max q)|^ ?(rtx )?pro 6000 ?$",
     "A10G": r"\ba10g\b",
     "A40": r"\ba40\b",
     "L4": r"\bl4\b",
-    "H100 PCIe": r"\bh100 pcie\b",
-    "H100 NVL": r"\bh100 nvl\b",
+    "H100 PCIe": r"\bh100\b.* pcie\b",
+    "H100 NVL": r"\bh100\b.* nvl\b",
     "MI300X": r"\bmi300x\b",
     "cpu": r"^ ?cpu ?$",
 }
@@ -51,7 +51,8 @@ An A100 whose name does not say its memory counts as one with 80 GB.
 OWN_DEVICE_KEYS = ("memory", "tflops", "bandwidth", "link")
 OWN_DEVICE = "memory=48GB,tflops=150,bandwidth=0.9,link=25"
 """How to describe any other device: its memory, half-precision TFLOP/s, TB/s of device memory, and GB/s to
-the host in each direction."""
+the host in each direction. ``fp32``, TFLOP/s in single precision, may be added."""
+_FP32 = "fp32"
 
 
 def gib(size_bytes: float) -> float:
@@ -103,13 +104,13 @@ def own_device(text: str) -> dict[str, float]:
     """
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}
-    wrong = sorted(set(given) ^ set(OWN_DEVICE_KEYS))
+    wrong = sorted((set(given) - {_FP32}) ^ set(OWN_DEVICE_KEYS))
     if wrong or len(given) != len(parts):
         raise ValueError(
             f"{text!r} is not of the form {OWN_DEVICE}: see {', '.join(wrong) or 'what is twice'}"
         )
     numbers: dict[str, float] = {"memory": bytes_of(given["memory"])}
-    for key in OWN_DEVICE_KEYS[1:]:
+    for key in [*OWN_DEVICE_KEYS[1:], *(key for key in given if key == _FP32)]:
         match = _NUMBER.fullmatch(given[key])
         if match is None or match[2] or not float(match[1]):
             raise ValueError(f"{key}={given[key]} is no number above 0; the form is {OWN_DEVICE}")

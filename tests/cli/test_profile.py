@@ -83,7 +83,13 @@ def test_a_plan_is_made_of_the_times_in_the_file(run: Run, model: Path, written:
     found = run("plan", model, "--profile", path, "--budget-gib", "8", "--json").document
     assert found["predicted"]["nothing"] == said["predicted"]
     step = {"batch": 2, "seq": 64, "device": "cpu", "autocast": None, "optimizer": "adamw"}
-    usual = {"gradient_dtype": None, "sharding": None, "weights": "keep", "micro_batches": 1}
+    usual = {
+        "target_seq": None,
+        "gradient_dtype": None,
+        "sharding": None,
+        "weights": "keep",
+        "micro_batches": 1,
+    }
     assert found["step"] == {**step, **usual, "optimizer_in_backward": False, "fused_loss": False}
     assert found["memory"] == {}  # of a measured step it is not known
     assert found["profile"] == str(path)
@@ -281,7 +287,7 @@ def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(profile_command, "kind_here", lambda: "H200")
+    monkeypatch.setattr(profile_command, "rates_here", lambda: "H200")
     return
 
 

@@ -333,9 +333,12 @@ DRIVERS = [
     # name, capability, multiprocessors, kHz, memory's kHz, bits, MiB: as torch.cuda has them
     ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2520000, 10501000, 384, 24110, "RTX 4090"),
     ("NVIDIA RTX 4090 of another name", (8, 9), 128, 2520000, 10501000, 384, 24110, "RTX 4090"),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", (9, 0), 60, 1980000, 2619000, 5120, 40320, (316.3, 2.235, 50)),
     ("NVIDIA GeForce RTX 4080", (8, 9), 76, 2505000, 11201000, 256, 16064, (82.9, 0.478, 25)),
-    ("NVIDIA RTX A5000", (8, 6), 64, 1695000, 8001000, 384, 24240, (66.6, 0.512, 25)),
-    ("NVIDIA GH200 480GB", (9, 0), 132, 1980000, 2619000, 6144, 96768, (642.0, 2.68, 50)),
+    ("NVIDIA GeForce RTX 5090 D V2", (12, 0), 170, 2407000, 14001000, 384, 24080, (178.1, 0.896, 50)),
+    ("NVIDIA RTX A5000", (8, 6), 64, 1695000, 8001000, 384, 24240, (77.8, 0.512, 25)),
+    ("NVIDIA GH200 480GB", (9, 0), 132, 1980000, 2619000, 6144, 96768, (695.9, 2.68, 50)),
+    ("NVIDIA H20", (9, 0), 78, 1980000, 2619000, 6144, 97000, None),
     ("Tesla T4", (7, 5), 40, 1590000, 5001000, 256, 14913, None),
     ("NVIDIA GeForce RTX 4080", (8, 9), 76, 0, 0, 0, 16064, None),
 ]
@@ -373,7 +376,7 @@ def test_a_device_that_no_table_has_is_described_by_its_driver(
     assert named is not None
     rates = device_rates(named)
     teraflops, bandwidth, link = found
-    assert rates.memory_bytes == mebibytes * 2**20
+    assert rates.memory_bytes == (mebibytes - 512) * 2**20
     assert rates.half_flop_per_ms == pytest.approx(teraflops * 1e9, rel=0.01)
     assert rates.bytes_per_ms == pytest.approx(bandwidth * 1e9, rel=0.01)
     assert rates.link is not None

@@ -35,6 +35,10 @@ OPS: dict[str, tuple[Op, tuple[torch.Tensor, ...]]] = {
         lambda x: x * torch.exp2(x.detach(), out=torch.empty_like(x.detach())),
         (rand(3, 5),),
     ),
+    "exp2 into an empty one": (
+        lambda x: x * torch.exp2(x.detach(), out=torch.empty(0, device=x.device)),
+        (rand(3, 5),),
+    ),
     "cumsum": (lambda x: x.cumsum(0), (rand(3, 5),)),
     "index": (lambda x: x[INDEX.to(x.device)], (rand(4, 5),)),
     "mask": (lambda x: x[x > 0.5], (rand(4, 5),)),

@@ -18,6 +18,7 @@ collective quite reaches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,7 +115,7 @@ RANKS_OF_A_MACHINE = 8
 _WORKSPACES = 2
 _HOPPER_WORKSPACE = _WORKSPACES * 32 * 2**20
 _WORKSPACE = _WORKSPACES * (2 * 4096 * 1024 + 8 * 16 * 1024)
-"""PyTorch gives cuBLAS a workspace for each handle and stream (``CUDABlas`` in ATen): 32 MiB from Hopper on,
+"""PyTorch gives cuBLAS a workspace for each handle and stream (``CUDABlas`` in ATen): 32 MiB on H100 to B200,
 ``:4096:2:16:8`` (8.1 MiB) before. Forward's thread and backward's have a handle each. MI300X: assumed."""
 
 _DDR4, _DDR5 = 300e6, 450e6
@@ -185,36 +186,52 @@ DEVICES: tuple[DeviceRates, ...] = (
 )
 
 
-_FLOP_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+_TENSOR_CORES = {
+    (8, 0): (2048, 0.77),
+    (8, 6): (1024, 0.7),
+    (8, 9): (1024, 0.6),
+    (9, 0): (4096, 0.65),
+    (10, 0): (8192, 0.645),
+    (10, 3): (8192, 0.645),
+    (12, 0): (1024, 0.7),
+}
 """Compute capability -> floating-point operations of a multiprocessor's tensor cores in a cycle, in half
-precision and summed in fp32 (NVIDIA's white papers of GA100, GA102, AD102, GH100, GB200 and GB202). A GeForce
-card does half as many."""
+precision and summed in fp32 (NVIDIA's white papers of GA100, GA102, AD102, GH100, GB200 and GB202), and which
+share of that devices in `DEVICES` reach."""
+_AT_HALF_RATE, _OTHERWISE_SLOWED = re.compile(r"geforce|\bl20\b"), re.compile(r"\bh20\b")
 
 
 def rates_name(device: torch.device) -> str | None:
     """Return what `device_rates` takes for a device of this machine; ``None``: nothing says what it can do.
 
-    For a device that is not in `DEVICES` these are numbers from its driver's clocks and widths.
+    For a device that is not in `DEVICES`, or a part of one (MIG), these are numbers from its driver.
     """
     if device.type != "cuda":
         return device_kind(device.type)
     facts = torch.cuda.get_device_properties(device)
-    return device_kind(facts.name) or _numbers_of(facts)
+    kind = device_kind(facts.name)
+    if kind is not None and 0.9 < facts.total_memory / device_rates(kind).memory_bytes < 1.1:
+        return kind
+    return _numbers_of(facts) or kind
 
 
 def _numbers_of(facts: Any) -> str | None:
     """Return what a driver says of a device (clocks in kHz, width in bits), written as `OWN_DEVICE`."""
-    per_cycle = _FLOP_PER_CYCLE.get((facts.major, facts.minor), 0)
+    name = facts.name.lower()
+    per_cycle, share = _TENSOR_CORES.get((facts.major, facts.minor), (0, 0.0))
     clocks = [getattr(facts, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")]
-    if not per_cycle or not all(clocks):
+    if torch.version.hip or not per_cycle or not all(clocks) or _OTHERWISE_SLOWED.search(name):
         return None
     clock, memory_clock, width = clocks
-    teraflops = per_cycle * facts.multi_processor_count * clock / 1e9
-    reached = teraflops / 2 * 0.85 if "geforce" in facts.name.lower() else teraflops * 0.6
+    cycles = facts.multi_processor_count * clock / 1e9  # of all multiprocessors, 10^12 a second
+    half = per_cycle * cycles * share
+    if _AT_HALF_RATE.search(name):
+        half = per_cycle / 2 * cycles * 0.85
+    single = (128 if (facts.major, facts.minor) == (8, 0) else 256) * cycles * 0.73
     bandwidth = 2 * memory_clock * width / 8 / 1e9 * 2 / 3  # two transfers a cycle
-    link = 25 if facts.major < 9 else 50
-    mebibytes = facts.total_memory >> 20
-    return f"memory={mebibytes}MiB,tflops={reached:.4g},bandwidth={bandwidth:.4g},link={link}"
+    memory = facts.total_memory // 2**20 - 512  # without CUDA's context
+    rates = f"memory={memory}MiB,tflops={half:.4g},bandwidth={bandwidth:.4g}"
+    return f"{rates},link={25 if facts.major < 9 else 50},fp32={single:.4g}"
 
 
 def device_rates(name: str) -> DeviceRates:
@@ -222,7 +239,7 @@ def device_rates(name: str) -> DeviceRates:
 
     Args:
         name: a usual name (`config.sizes.DEVICE_KINDS`), or rates that the user's device reaches, written as
-            in `OWN_DEVICE`. Their ratios of fp32 and attention to half precision are taken from the H200.
+            in `OWN_DEVICE`. What these do not say is in the ratio that the H200 has.
 
     Raises:
         PlanError: there is no such device; the error lists the known ones.
@@ -247,7 +264,7 @@ def _own_rates(name: str) -> DeviceRates:
         name,
         int(numbers["memory"]),
         half,
-        half * like.full_flop_per_ms / like.half_flop_per_ms,
+        numbers.get("fp32", numbers["tflops"] * like.full_flop_per_ms / like.half_flop_per_ms) * 1e9,
         half * like.attention_flop_per_ms / like.half_flop_per_ms,
         numbers["bandwidth"] * 1e9,
         like.launch_ms,

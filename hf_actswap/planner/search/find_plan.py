@@ -131,11 +131,11 @@ _ROUNDS, _ROUNDS_OF_OTHERS, _LEAST_ROUNDS = 6, 3, 8
 _NEAR = 0.01
 """A peak this near below the budget, as a share of what a plan can change, is good enough."""
 
-_IN_REACH, _LEAST_GAIN = 1.05, 0.0025
+_IN_REACH, _WAITS, _LEAST_GAIN = 1.05, 0.0025, 0.0025
 """Lower peaks than the program's least one are looked for if that is at most so many times the budget, or if
 the step waits for copies for more than the second share of its time: what the link has not carried away is
 still on the device. Where nothing waits they are at most one or two percent lower. The search ends when a
-round lowers the peak by less than that share."""
+round lowers the peak by less than the third."""
 
 _HASTE = (0.95, 0.8)
 """Safety factors of shorter windows, tried too if layers are compiled. Hooks are then a layer apart: a window
@@ -202,8 +202,8 @@ def least_peak(
 ) -> Found:
     """Return the plan with the least peak that the search reaches, however long a step takes under it.
 
-    The arguments are those of `find_plan`; how near to ``limits.device_bytes`` it is decides how hard it is
-    looked for.
+    The arguments are those of `find_plan`; how near to ``limits.device_bytes`` it is, and whether it waits
+    for copies, decides how hard it is looked for.
     """
     return Search(profile, fixed, limits, simulator=simulator).least
 
@@ -305,7 +305,7 @@ class Search:
             tried += self._plans_of(solution)
         least = min(tried, key=_peak_bytes)
         step = least.prediction
-        waits = step.forward_stall_ms + step.backward_stall_ms > _LEAST_GAIN * step.step_ms
+        waits = step.forward_stall_ms + step.backward_stall_ms > _WAITS * step.step_ms
         near = _peak_bytes(least) <= _IN_REACH * self._limits.device_bytes
         for _ in range(_LEAST_ROUNDS if waits or near else 0):
             lower = list(self._plans_near(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))

@@ -5,6 +5,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/Resize.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
@@ -320,7 +321,15 @@ class Arithmetic : public c10::OperatorKernel {
     Stack found;
     {
       OnlyKernels scope;
-      found = run_on_cpu(op, on_cpu(given, std::nullopt));
+      Stack cpu = on_cpu(given, std::nullopt);
+      for (size_t i = 0; i < cpu.size(); i++)  // it may have another size yet
+        if (writes_[i] && !reads_[i]) cpu[i] = at::empty({0}, given[i].toTensor().options().device(c10::kCPU));
+      found = run_on_cpu(op, cpu);
+      for (size_t i = 0; i < cpu.size(); i++) {
+        if (!writes_[i] || reads_[i]) continue;
+        at::native::resize_output(given[i].toTensor(), cpu[i].toTensor().sizes());
+        put(given[i], cpu[i]);
+      }
     }
     Inside no_arithmetic;
     stack->erase(stack->end() - takes_, stack->end());

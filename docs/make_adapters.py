@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from hf_actswap.planner.record.devices import device_rates
+from hf_actswap.planner.devices import device_rates
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"

@@ -35,7 +35,7 @@ from hf_actswap import load_config, model_structure, resolve_plan  # noqa: E402
 from hf_actswap.plan import MemoryPlan  # noqa: E402
 from hf_actswap.planner import Limits, Prediction, Profile  # noqa: E402
 from hf_actswap.planner.cost.simulate import predict  # noqa: E402
-from hf_actswap.planner.record.devices import device_rates  # noqa: E402
+from hf_actswap.planner.devices import device_rates  # noqa: E402
 from hf_actswap.planner.record.shapes import profile_from_shapes  # noqa: E402
 from hf_actswap.planner.search.find_plan import find_plan, least_peak_bytes  # noqa: E402
 

@@ -155,7 +155,7 @@ def test_imports_go_down_only() -> None:
 def test_the_rehearsal_stands_alone() -> None:
     """A training that does not ask for a rehearsal loads none of it, and it loads none of the engine."""
     package = f"{PACKAGE}.rehearsal"
-    names = ("config", "errors", "planner.record.devices", "rehearsal", "run_environment", "startup")
+    names = ("config", "errors", "planner.devices", "rehearsal", "run_environment", "startup")
     known = {f"{PACKAGE}.{name}" for name in names}
     ours = [found for found in all_imports() if found.unit == "rehearsal" and found.is_under(PACKAGE)]
     assert ours

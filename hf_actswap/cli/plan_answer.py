@@ -23,8 +23,8 @@ from ..plan.tiles import SECOND_CLASS
 from ..planner.budget import BudgetError
 from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.tensor_axis import tensor_axis
+from ..planner.devices import DEVICES, Fabric
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import DEVICES, Fabric
 from ..report.console import folded, op_and_fate
 from .options import PREDICTED, AskedStep, PlanRequest
 from .output import (

@@ -14,7 +14,7 @@ from ..config import MemoryConfig
 from ..plan import MemoryPlan
 from ..planner.budget import MARGIN_SHARE, limit_bytes
 from ..planner.cost.exchanges import Exchanged
-from ..planner.record.devices import device_rates
+from ..planner.devices import device_rates
 from .output import size_text, step_ms_text
 from .planned import (
     EVERYTHING,

@@ -28,8 +28,8 @@ from ..planner.budget import (
     with_fragments,
 )
 from ..planner.cost.simulate import Simulator
+from ..planner.devices import DeviceRates, device_rates
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import DeviceRates, device_rates
 from ..planner.search.find_plan import Search, find_plan
 from ..planner.search.states_place import (
     FEW_STATES,

@@ -25,16 +25,16 @@ from ..plan.tiles import tile_ladder
 from ..planner.cost.data_axis import Unit, data_axis, units_of
 from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.simulate import StorageOutcome, fates_of
+from ..planner.devices import RANKS_OF_A_MACHINE, device_rates, rates_name
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import RANKS_OF_A_MACHINE, device_rates, rates_name
-from ..planner.record.shapes import (
+from ..planner.record.adjusted import (
     Baseline,
-    profile_from_shapes,
     with_baseline,
     with_link_beside_collectives,
     with_optimizer_in_backward,
     with_weights_on_host,
 )
+from ..planner.record.shapes import profile_from_shapes
 from ..planner.states.in_backward import KEY
 from ..planner.states.optimizer_states import DEFAULT_SHARE
 from ..planner.states.state_bytes import state_bytes
@@ -69,7 +69,7 @@ class StepShape:
     """Batch, device, precision and optimizer of a training step.
 
     Args:
-        device: one of `planner.record.devices`, or the name of the device that was measured.
+        device: one of `planner.devices`, or the name of the device that was measured.
         optimizer: the optimizer whose states are counted; ``None``: not given.
         gradient_dtype: type of gradients until the optimizer's step; ``None``: that of the weights.
         sharding: what data-parallel ranks shard.

@@ -1,5 +1,8 @@
 """The planner of a training, which goes through three phases: warm-up, search, stable.
 
+``adaptive`` plans on paper before its first step, where that can be (`Planner._plans_ahead`): then it is in
+the search from the start, and warm-up comes only if a step disagrees.
+
 ======== ============================================ =================================================
 phase    what is on the model                         ends
 ======== ============================================ =================================================
@@ -131,25 +134,29 @@ class Planner:
         self.task: PlanningTask | None = None
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
-        self._in_step = self._seen = self._gives_up = False
-        self._steps_unseen = 0
+        self._in_step = False  # between a forward and the end of the optimizer's step
+        self._seen = False  # whether any training forward was seen
+        self._steps_unseen = 0  # steps of the optimizer until then
+        self._gives_up = False  # the budget is impossible, and within inference mode nothing can be removed
         self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
         self._micro_batches = run.training.micro_batches
-        self._may_find_gradients = False
+        self._may_find_gradients = False  # whether a forward may meet gradients that the plan does not count
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
-        self._plans = self._beyond_bytes = self._times_left = 0
-        self._last: MemoryPlan | None = None
-        self._unplanned: Prediction | None = None
+        self._plans = 0  # how many searches there were
+        self._beyond_bytes = 0  # what steps took beyond their predictions
+        self._times_left = 0  # steps to be timed under a plan from paper
+        self._last: MemoryPlan | None = None  # the plan before the one that is looked for
+        self._unplanned: Prediction | None = None  # the step as it is without a plan
         self._impossible: list[BudgetError] = []
         self._retry = Retry(
             run.training.model,
             run.idle.device,
-            self._can_try_again,
-            self._ran_out,
-            self._ahead,
-            self._missed_budget,
+            ready=self._can_try_again,
+            ran_out=self._ran_out,
+            ahead=self._ahead,
+            missed=self._missed_budget,
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         training = run.training

@@ -26,7 +26,7 @@ from .budget import (
 )
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
-from .record.shapes import with_weights_on_host
+from .record.adjusted import with_weights_on_host
 from .recorded_step import BatchSize, RecordedStep
 from .search.find_plan import Found, candidates, find_plan, least_peak
 from .search.states_place import (
@@ -315,11 +315,11 @@ def whole_layers(task: PlanningTask) -> Found | None:
     """Return the plan that recomputes each layer as a whole; ``None``: it does not fit, or is no choice here.
 
     It is none beside fates of layers that are written by hand, where compiled layers have fewer to choose
-    from, beside states on the host, or on a stage of a pipeline.
+    from, or on a stage of a pipeline.
     """
     profile, fixed, limits = task.profile, task.fixed, task.limits()
     by_hand = any(is_layer(row.scope) for row in fixed.rows)
-    if by_hand or profile.compiled_layers or limits.frees_optimizer_states or task.in_flight > 1:
+    if by_hand or profile.compiled_layers or task.in_flight > 1:
         return None
     plan = replace(fixed, rows=(*fixed.rows, *whole_layers_again(profile.layers)))
     prediction = task.predicted(profile, plan)

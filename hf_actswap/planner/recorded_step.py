@@ -22,7 +22,7 @@ from ..plan.actions import Scope, is_layer
 from ..plan.opnames import ATTENTION_CORE
 from ..plan.saved_bytes import OpCall, SavedBytes, SavedStorage
 from .profile import Places, Profile
-from .record.shapes import with_link_beside_weights
+from .record.adjusted import with_link_beside_weights
 
 ModuleName = tuple[Scope | None, str]
 """The name of a module: its scope, and its path inside the scope."""

@@ -1,7 +1,7 @@
 """What PyTorch is told about a device: name, memory, compute capability, sizes of its parts.
 
 These are facts of data sheets and of what the driver reports. Rates, which a clock needs, are in the
-planner's table (`planner.record.devices`) under the same names.
+planner's table (`planner.devices`) under the same names.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..config.sizes import bytes_of
-from ..planner.record.devices import device_rates
+from ..planner.devices import device_rates
 from ..startup import python_path
 from .build import Built
 from .devices import device_facts

@@ -29,9 +29,9 @@ from ..plan.actions import Adjustment, MemoryPlan
 from ..plan.model_structure import ModelStructure, is_below
 from ..planner.budget import BudgetError, budget_bytes
 from ..planner.cost.simulate import predict
+from ..planner.devices import DEVICES, device_rates, rates_name
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.profile import OpEvent, Prediction, Profile
-from ..planner.record.devices import DEVICES, device_rates, rates_name
 from ..planner.record.shapes import profile_from_shapes
 from ..planner.states.optimizer_states import (
     inner_optimizer,
@@ -60,7 +60,7 @@ class ChunkedStep:
         root: the model inside its wrappers; it can be streamed.
         structure: its layers and ops.
         plan: a plan with `MemoryPlan.streamed`.
-        device: name of a device in `planner.record.devices`.
+        device: name of a device in `planner.devices`.
         profile_of: returns the profile of a chunk of so many tokens, run on fake tensors in the plan's tiles.
         rows: number of sequences in a micro-batch.
 

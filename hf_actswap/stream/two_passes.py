@@ -228,7 +228,7 @@ def auto_tokens(heads: int, key_heads: int) -> int:
     size (five matrix products). It copies 12 C bytes in for each key head and element (keys and values in
     bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (50 GB/s) the copies in take as long
     as the products at C = 10,800 tokens times key heads per head with 450 TFLOP/s in attention, and at 13,100
-    with the 545 of `planner.record.devices`; the difference to `_AUTO_TOKENS` is reserve.
+    with the 545 of `planner.devices`; the difference to `_AUTO_TOKENS` is reserve.
     """
     return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
 

@@ -20,7 +20,7 @@ from torch import nn
 from hf_actswap.config.sizes import OWN_DEVICE
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, profile_from_shapes
-from hf_actswap.planner.record.shapes import Baseline, with_baseline
+from hf_actswap.planner.record.adjusted import Baseline, with_baseline
 from hf_actswap.planner.states.state_bytes import state_bytes
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import measured_peak_bytes

@@ -19,7 +19,7 @@ from hf_actswap.engine.frozen_weights import sizes_on_host, step_bytes, window_b
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, profile_from_shapes
 from hf_actswap.planner.budget import with_fragments
-from hf_actswap.planner.record.shapes import with_weights_on_host
+from hf_actswap.planner.record.adjusted import with_weights_on_host
 from tests.engine.tiny_models import gradients_of_step, plan_of, tiny_llama
 
 from .conftest import Run

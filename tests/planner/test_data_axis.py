@@ -22,7 +22,7 @@ from hf_actswap.config import ActSwapConfig
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, device_rates, profile_from_shapes
 from hf_actswap.planner.cost.data_axis import Unit, data_axis
-from hf_actswap.planner.record.devices import Fabric
+from hf_actswap.planner.devices import Fabric
 from hf_actswap.planner.record.fsdp_step import of_one_rank
 from tests.engine.tiny_models import tiny_llama
 

@@ -18,7 +18,7 @@ from hf_actswap.errors import ConfigError
 from hf_actswap.plan import MemoryPlan, model_structure
 from hf_actswap.planner import OptimizerInBackward, OptimizerInBackwardError, predict, profile_from_shapes
 from hf_actswap.planner.oom_guard import DeviceMemoryError
-from hf_actswap.planner.record.shapes import with_optimizer_in_backward
+from hf_actswap.planner.record.adjusted import with_optimizer_in_backward
 from tests.engine.tiny_models import tiny_llama
 
 from .simulated_device import on_device

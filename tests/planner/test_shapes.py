@@ -31,8 +31,9 @@ from hf_actswap.planner import (
     profile_from_shapes,
     profile_to_json,
 )
-from hf_actswap.planner.record.devices import DEVICES, attention_flops, op_ms, rates_name
-from hf_actswap.planner.record.shapes import RooflineClock, _AcceleratorKernels
+from hf_actswap.planner.devices import DEVICES, attention_flops, op_ms, rates_name
+from hf_actswap.planner.record.kernels import AcceleratorKernels
+from hf_actswap.planner.record.shapes import RooflineClock
 from tests.engine.tiny_models import snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,
@@ -109,7 +110,7 @@ def test_attention_that_no_kernel_fuses_is_that_of_pytorch(masked: str) -> None:
     given: Any = {"is_causal": masked == "causal", "attn_mask": masks.get(masked), "enable_gqa": True}
     expected = F.scaled_dot_product_attention(query, key, value, **given)
     turned = query.transpose(-1, -2).contiguous().transpose(-1, -2)
-    with _AcceleratorKernels():
+    with AcceleratorKernels():
         torch.testing.assert_close(F.scaled_dot_product_attention(turned, key, value, **given), expected)
 
 

@@ -16,7 +16,7 @@ from hf_actswap.config import load_config
 from hf_actswap.planner import Profile, device_rates
 from hf_actswap.planner.cost.exchanges import Exchange, exchanged
 from hf_actswap.planner.cost.tensor_axis import tensor_axis
-from hf_actswap.planner.record.devices import Fabric
+from hf_actswap.planner.devices import Fabric
 from tests.planner.tensor_axis_formulas import Llama, Setting, tensor_axis_bytes
 from tests.planner.tensor_axis_worker import CASES, RANKS, run_on_rank
 from tests.processes import launched, result

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_actswap.planner.record.devices import DEVICES as RATES
+from hf_actswap.planner.devices import DEVICES as RATES
 from hf_actswap.rehearsal import (
     DEVICES,
     Built,

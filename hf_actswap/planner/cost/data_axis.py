@@ -22,8 +22,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ...plan.actions import Scope
+from ..devices import Fabric
 from ..profile import Profile
-from ..record.devices import Fabric
 from .exchanges import Exchange, Kind
 
 

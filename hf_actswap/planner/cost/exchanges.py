@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..record.devices import Fabric
+from ..devices import Fabric
 
 Phase = Literal["forward", "backward", "after backward"]
 Kind = Literal["all_gather", "re-gather", "reduce_scatter", "all_reduce", "all_to_all"]

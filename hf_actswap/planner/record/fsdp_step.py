@@ -20,9 +20,9 @@ from ...plan.model_structure import ModelStructure
 from ...plan.wrappers import FSDP2_METHOD
 from ..cost.data_axis import Unit, data_axis, units_of
 from ..cost.exchanges import exchanged
+from ..devices import Fabric
 from ..profile import Profile
-from .devices import Fabric
-from .shapes import Baseline, with_baseline
+from .adjusted import Baseline, with_baseline
 
 
 def of_one_rank(

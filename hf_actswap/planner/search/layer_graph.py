@@ -35,14 +35,14 @@ class GraphCall:
         from_before: whether it runs before the segment, and hands its hidden state to it.
         fates: possible fates of the storages that it makes (letters of `KEEP`, `SWAP`, `RECOMPUTE`); if there
             is one only, it is decided already.
-        place: number of its op event in the segment; -1: it has none.
+        op_event: number of its op event in the segment; -1: it has none.
     """
 
     from_before: bool
     path: str
     ordinal: int | None
     fates: str
-    place: int
+    op_event: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,9 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link: Link, whole: bool = 
             swapped_bytes += storage.size_bytes
             input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
             place, saved = costs.readers(number)[0]
-            ready = place + (saved and place == graph.calls[maker].place)  # a result: when its call has run
+            ready = place + (
+                saved and place == graph.calls[maker].op_event
+            )  # a result: when its call has run
             outs.append((ready_ms[ready], storage.size_bytes))
             ins.append((first_read_ms, storage.size_bytes))
         else:
@@ -165,8 +167,8 @@ class LayerCosts:
             return [(0, True)]
         found = [(place, True) for place, maker in storage.saved if not self._is_rebuilt(maker)]
         for call, fate, reads in zip(graph.calls, self._fates, graph.reads, strict=True):
-            if fate == RECOMPUTE and call.place >= 0 and any(other == number for other, _ in reads):
-                found.append((call.place, False))
+            if fate == RECOMPUTE and call.op_event >= 0 and any(other == number for other, _ in reads):
+                found.append((call.op_event, False))
         return sorted(found) or [(storage.born, True)]
 
     def forward_peak(self) -> int:
@@ -200,7 +202,7 @@ class LayerCosts:
         self._ran.add(maker)
         for number, source in self._graph.reads[maker]:
             self._require(number, source)
-        place = self._graph.calls[maker].place
+        place = self._graph.calls[maker].op_event
         if place >= 0:
             self.recompute_ms += self._graph.forward_ms[place]
             self._now_ms += self._graph.forward_ms[place]
@@ -215,7 +217,7 @@ class LayerCosts:
             if not graph.calls[maker].from_before
         ]
         last = max((place for place, _, _ in inside), default=-1)
-        own = any(place == last and graph.calls[maker].place == last for place, maker, _ in inside)
+        own = any(place == last and graph.calls[maker].op_event == last for place, maker, _ in inside)
         self.recompute_ms = sum(graph.forward_ms[: last + own])
         for number, maker in sorted(_reads_of(graph)):
             if graph.calls[maker].from_before:
@@ -309,7 +311,8 @@ class _Cuts:
         self._free = [RECOMPUTE in call.fates for call in graph.calls]
         self._forced = [call.fates == RECOMPUTE for call in graph.calls]
         self._ms = [
-            (graph.forward_ms[call.place] if call.place >= 0 else 0.0) + _FREE_MS for call in graph.calls
+            (graph.forward_ms[call.op_event] if call.op_event >= 0 else 0.0) + _FREE_MS
+            for call in graph.calls
         ]
         self._saved = frozenset(
             (number, maker) for number, storage in enumerate(graph.storages) for _, maker in storage.saved
@@ -391,7 +394,7 @@ def options_of(
         before = [call.fates if call.from_before else KEEP for call in graph.calls]
         found += [evaluate(graph, variant, link, whole=True) for variant in itertools.product(*before)]
     own = own_call(graph)
-    own_ms = 0.0 if own is None else graph.forward_ms[graph.calls[own].place]
+    own_ms = 0.0 if own is None else graph.forward_ms[graph.calls[own].op_event]
     for point in points:
         less, again_ms = at_point(graph, point), point.again * own_ms
         for variant in itertools.product(*(call.fates for call in graph.calls)):
@@ -410,7 +413,7 @@ def _likely(graph: LayerGraph, shares: int) -> list[tuple[str, ...]]:
         held = _held_bytes(graph, base)
         free = [call for call in held if SWAP in graph.calls[call].fates and len(graph.calls[call].fates) > 1]
         found.append(base)
-        early = sorted(free, key=lambda call: (not graph.calls[call].from_before, graph.calls[call].place))
+        early = sorted(free, key=lambda call: (not graph.calls[call].from_before, graph.calls[call].op_event))
         large = sorted(free, key=lambda call: -held[call])
         for order in (early, large):
             for share in range(1, shares + 1):
@@ -470,7 +473,7 @@ def _undominated(options: list[Option]) -> list[Option]:
 def own_call(graph: LayerGraph) -> int | None:
     """Return the number of the call that represents all of a compiled layer; ``None``: there is none."""
     calls = enumerate(graph.calls)
-    return next((at for at, call in calls if not (call.from_before or call.path or call.place < 0)), None)
+    return next((at for at, call in calls if not (call.from_before or call.path or call.op_event < 0)), None)
 
 
 def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
@@ -478,7 +481,7 @@ def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
     own = own_call(graph)
     if own is None:
         return graph
-    place = graph.calls[own].place
+    place = graph.calls[own].op_event
     mine = [all(maker == own for _, maker in storage.saved) for storage in graph.storages]
     all_bytes = sum(item.size_bytes for item, is_mine in zip(graph.storages, mine, strict=True) if is_mine)
     passing_bytes = int(point.passing * all_bytes)

@@ -144,7 +144,7 @@ def _shares(step: Prediction) -> Iterator[tuple[float, int]]:
             yield (point.ms - step.forward_end_ms) / backward_ms, point.total_bytes
 
 
-Found = tuple[Result, WholeStep]
+Placed = tuple[Result, WholeStep]
 """What a search has found, and the optimizer's step under it."""
 
 
@@ -153,8 +153,8 @@ def with_states_on_host(
     micro_batches: int,
     host_bytes: int | None,
     kept: WholeStep | None,
-    search: Callable[[bool], Found[Result]],
-) -> Found[Result] | None:
+    search: Callable[[bool], Placed[Result]],
+) -> Placed[Result] | None:
     """Return the best plan with the optimizer's states on the host, if its step is faster than ``kept``.
 
     It must be so by 1 %, and by more than the host's work for the copies, which may not be hidden.
@@ -171,7 +171,7 @@ def with_states_on_host(
     states = profile.optimizer_state_bytes
     least = 0.0 if kept is None else FEW_STATES * kept.micro_batch.peak_bytes
     can_move = profile.link is not None and states > least and (host_bytes is None or states <= host_bytes)
-    best: Found[Result] | None = None
+    best: Placed[Result] | None = None
     worth_ms = 0.0 if kept is None else max(WORTH * kept.ms, _HOST_MS * _weights(profile))
     most_ms = math.inf if kept is None else kept.ms - worth_ms
     if can_move and micro_batches * profile.compute_ms + profile.outside_ms < most_ms:

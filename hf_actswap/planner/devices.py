@@ -29,9 +29,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...config.sizes import GIB, OWN_DEVICE, device_kind, own_device
-from ...engine.link import Link
-from ...errors import PlanError, Problem, nearest
+from ..config.sizes import GIB, OWN_DEVICE, device_kind, own_device
+from ..engine.link import Link
+from ..errors import PlanError, Problem, nearest
 
 
 @dataclass(frozen=True, slots=True)

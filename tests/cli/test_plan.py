@@ -154,7 +154,7 @@ def test_a_budget_below_the_least_names_one_that_does(
 ) -> None:
     workspaces = 64 * 2**20 / GIB  # cuBLAS's on Hopper: most of so small a step
     ended = run(
-        "plan", tiny, *STEP, "--budget-gib", f"{(workspaces + 0.5 * (peaks[1] - workspaces)) / 0.92:.9f}"
+        "plan", tiny, *STEP, "--budget-gib", f"{(workspaces + 0.25 * (peaks[1] - workspaces)) / 0.92:.9f}"
     )
     assert ended.code == 1
     text = " ".join(ended.out.split())

@@ -126,7 +126,7 @@ QUICK = [
 ]
 NOT_TILED = {
     **dict.fromkeys(("C3A", "LILY"), "mixes tokens|not known to treat tokens one by one"),
-    **dict.fromkeys(("CPT", "FROD", "LOHA", "LOKR", "VBLORA", "WAVEFT"), "no run on fake tensors"),
+    **dict.fromkeys(("CPT", "FROD", "LOHA", "LOKR", "VBLORA"), "no run on fake tensors"),
     **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "POLY"), "task_ids"),
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING"), "not called with hidden states first"),
     "PVERA": "",

@@ -39,6 +39,10 @@ EVERY_TIME = ("llama", "gemma2", "deepseek_v3", "gpt2")
 ALL = [pytest.param(family, marks=() if family in EVERY_TIME else pytest.mark.slow) for family in FAMILIES]
 NOT_DEEP = {"gpt_neo": "its layers are listed in a form of its own"}
 """Families of which no model of `LAYERS` layers is made here, and why."""
+NOT_TILED = {
+    "qwen4_exp_text": "its attention loops over all tokens in Python: minutes",
+    "xlm": "no plan can name what its layers compute",
+}
 
 Records = tuple[ModelStructure, SavedBytes, Profile]
 
@@ -156,6 +160,8 @@ def all_tiles_run() -> Iterator[list[int]]:
 @pytest.mark.parametrize("family", ALL)
 def test_records_in_tiles_are_those_of_all_tiles(family: str) -> None:
     """Of equal tiles two run, and the last one if it is shorter: 2 x 16 tokens in tiles of 8, and of 6."""
+    if family in NOT_TILED:
+        pytest.skip(NOT_TILED[family])
     model = deep_model(family, 2)
     structure = model_structure(model)
     *_, (_, most) = tile_ladder(load_config({}), model, structure)

@@ -1,6 +1,6 @@
 """Writes the tables of published.md: predictions beside what others have measured, as recorded.
 
-    python benchmarks/published/compare.py --out benchmarks/results/published_20261129.json
+    python benchmarks/published/compare.py --out benchmarks/results/published_20261130.json
     python docs/make_published.py
 
 What lies between two markers of the page is replaced.
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.published.compare import Compared, errors, read_rows, tables  # noqa: E402 - not installed
 
-RESULTS = ROOT / "benchmarks" / "results" / "published_20261129.json"
+RESULTS = ROOT / "benchmarks" / "results" / "published_20261130.json"
 _BLOCK = re.compile(r"(<!-- by docs/make_published.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MEASURES = {"memory": "peak memory", "time": "time of a step"}
 

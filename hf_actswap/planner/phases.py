@@ -140,6 +140,7 @@ class Planner:
         self._gives_up = False  # the budget is impossible, and within inference mode nothing can be removed
         self._predicted_ms = self._states_ms = 0.0
         self._largest: BatchSize | None = None
+        self._planned_for: BatchSize | None = None  # the largest that was planned for on paper
         self._micro_batches = run.training.micro_batches
         self._may_find_gradients = False  # whether a forward may meet gradients that the plan does not count
         self._recorded: RecordedStep | None = None
@@ -255,7 +256,9 @@ class Planner:
             if before == 1 < self._micro_batches and self._may_find_gradients:
                 self._may_plan_ahead = True  # several ranks, which did not look in mid-step
             anew = phase.corrected or self._micro_batches > before
-            if not (anew and self._states_move_now(phase)) and over:
+            if phase.too_large is not None and self._plans_for_larger(phase, *phase.too_large):
+                pass
+            elif not (anew and self._states_move_now(phase)) and over:
                 self._settle(phase)
         elif phase.step_ended():
             missed = phase.missed_by_bytes
@@ -267,6 +270,24 @@ class Planner:
             self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             self.progress(self._phase.name, self._phase.steps_left)
+
+    def _plans_for_larger(self, search: SearchPhase, size: BatchSize, error: BudgetError) -> bool:
+        """Let the next forward plan anew for a batch that outgrew a search: in more tiles, if need be.
+
+        Every rank must call it. Once for a size: if nothing fits then, ``error`` is a warning.
+        """
+        tried = self._planned_for
+        if not all(from_all_ranks(self._plans_on_paper and (tried is None or not tried.covers(size)))):
+            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, str(error))
+            return False
+        self._leave(search)
+        self._last, self._impossible = search.best.plan, []
+        self._phase, self._may_plan_ahead = WarmUp(self._run, 1), True
+        return True
+
+    def _leave(self, search: SearchPhase) -> None:
+        self.trials += [trial for trial in (*search.outgrown, *search.trials) if trial.steps]
+        self.planning_s += search.planning_s
 
     def _time_step(self) -> None:
         """Time the first steps under a plan that was found on paper: those under the guard took longer."""
@@ -434,8 +455,7 @@ class Planner:
         moved, best = self._states_in_passing(search.task, search.task.step, None)
         if moved is None:
             return False
-        self.trials += [trial for trial in (*search.outgrown, *search.trials) if trial.steps]
-        self.planning_s += search.planning_s
+        self._leave(search)
         steps = max(search.steps_left, STEPS_PER_TRIAL)
         self._phase = self._begin_search(moved, self._largest, best, steps)
         return True
@@ -552,8 +572,9 @@ class Planner:
             phase.close()
         self._plans += 1
         size, tiles = BatchSize.of(profile.batch_shape, True), run.fixed.tiles
+        self._planned_for = None if size is None else size.joined(self._largest)
         try:
-            self._phase = self._begin_search(step, None if size is None else size.joined(self._largest))
+            self._phase = self._begin_search(step, self._planned_for)
         except BudgetError as error:
             run.log.debug("no plan on paper: %s", str(error))
             self._impossible = []

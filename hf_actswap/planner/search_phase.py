@@ -50,6 +50,7 @@ class SearchPhase:
         outgrown: the plans tried before a larger batch came.
         planning_s: seconds that each search by prediction took.
         corrected: whether the last step has corrected the predictions.
+        too_large: the size of the last step's batch, and why no plan fits it; ``None``: one does.
         micro_batches: how many the last step had, on the rank with most.
 
     Raises:
@@ -64,6 +65,7 @@ class SearchPhase:
         self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
         self.corrected, self.micro_batches = False, 1
+        self.too_large: tuple[BatchSize, BudgetError] | None = None
         self._sizes: list[BatchSize] = []
         self._trial_sizes: set[BatchSize] = set()
         self._on_paper = task.profile.source == "shapes"
@@ -100,7 +102,7 @@ class SearchPhase:
 
     def step_ended(self) -> bool:
         """Take the step's measurement; return whether the search is over. Every rank must call it."""
-        trial, self.corrected = self.trials[-1], False
+        trial, self.corrected, self.too_large = self.trials[-1], False, None
         self._run.meter.let_go()
         measured, largest = self._measured()
         trial.steps.append(measured)
@@ -161,7 +163,7 @@ class SearchPhase:
         try:
             self._waiting = self._planned()
         except BudgetError as error:
-            self._run.log.warning("for a batch of %d tokens, %s", size.tokens, str(error))
+            self.too_large = size, error
             self.task, self._waiting = before, planned
             return False
         self.outgrown += self.trials

@@ -78,7 +78,7 @@ class StepOnPaper:
     ) -> None:
         self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
         rates = rates_name(device)
-        self._rates, self._workspaces = rates or DEVICES[0].name, device.type != "cpu"
+        self._rates, self._workspaces = rates or DEVICES[0].name, rates != "cpu"
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)

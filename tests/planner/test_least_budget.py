@@ -12,8 +12,8 @@ import torch
 
 from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.config import MemoryConfig
-from hf_actswap.planner import BudgetError, PlannedTraining, start
-from hf_actswap.planner.start import StepOnPaper
+from hf_actswap.planner import BudgetError, PlannedTraining, on_paper
+from hf_actswap.planner.on_paper import StepOnPaper
 from tests.engine.tiny_models import tiny_llama, tiny_neox
 from tests.planner.simulated_device import on_device, train
 from tests.quick_cases import quick_first
@@ -120,7 +120,7 @@ def test_what_goes_wrong_hides_nothing(peak_bytes: int, monkeypatch: pytest.Monk
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a model that does not run on fake tensors")
 
-    monkeypatch.setattr(start, "profile_from_shapes", fails)
+    monkeypatch.setattr(on_paper, "profile_from_shapes", fails)
     text = problem(peak_bytes)
     assert "The least budget" not in text
     assert "fake tensors" not in text

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap.planner import BudgetError, phases, search_phase, start
-from hf_actswap.planner.record import devices
+from hf_actswap.planner import BudgetError, devices, on_paper, phases, search_phase
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
 
@@ -26,7 +25,7 @@ def _known_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "DEVICES", without)
     monkeypatch.setattr(phases, "LEAST_ON_PAPER_BYTES", 0)
     monkeypatch.setattr(search_phase, "whole_layers", lambda _: None)
-    monkeypatch.setattr(start, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(on_paper, "rates_name", lambda _: "H100")
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +160,24 @@ def test_what_fits_in_tiles_alone_runs_in_them_from_the_first_step(caplog: pytes
     assert found.phases == ["warm-up", "search", "stable"]
     assert max(found.peaks) <= 0.36 * plain.peak_bytes
     assert found.planner.evicted_bytes == 0
+
+
+def test_a_batch_that_outgrows_the_search_is_planned_for_in_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch needs no tiles, and the second comes before its plan is stable."""
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(vocab_size=2048)
+
+    def shape(step: int) -> tuple[int, int]:
+        return (4, 1024) if step else (1, 1024)
+
+    plain = train(model, steps=1, shape=lambda _: (4, 1024))
+    found = train(model, memory_of(0.5, plain), steps=6, shape=shape)
+    assert found.phases[1] == "search"
+    assert "for a batch of" not in caplog.text
+    assert "tile_config head: asked nothing, got tiles" in caplog.text
+    assert found.phases[-1] == "stable"
+    assert max(found.peaks[2:]) <= 0.5 * plain.peak_bytes
 
 
 def test_a_budget_that_nothing_fits_is_an_error(unplanned: Trained) -> None:

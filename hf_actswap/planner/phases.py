@@ -80,7 +80,7 @@ from .search.find_plan import Found
 from .search.states_place import whole_step
 from .search_phase import STEPS_PER_TRIAL, SearchPhase
 from .stable import MOST_PLANS, Stable
-from .states.optimizer_states import OptimizerStates
+from .states.optimizer_states import OptimizerStates, inner_optimizer, state_bytes_beside_weights
 from .warm_up import WarmUp, first_steps, module_weights
 
 LEAST_ON_PAPER_BYTES = 4 * GIB
@@ -562,7 +562,9 @@ class Planner:
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
         in_use, own = run.meter.allocated_bytes(), baseline_tensors(root, run.training.optimizer)
-        on_device = in_use + profile.optimizer_state_bytes
+        optimizer = None if run.training.optimizer is None else inner_optimizer(run.training.optimizer)
+        states_there = 0 if optimizer is None else state_bytes_beside_weights(optimizer)
+        on_device = in_use + max(profile.optimizer_state_bytes - states_there, 0)
         # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
         others = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
         profile = beside_old_gradients(beside_others(profile, max(others)), old_gradient_bytes)

@@ -144,6 +144,23 @@ def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
     assert found.losses == plain.losses
 
 
+def test_a_step_scaled_to_a_larger_batch_counts_the_states_once() -> None:
+    """The plan for the larger batch is made at the next one, which is small, when Adam's states are there."""
+
+    def shape(step: int) -> tuple[int, int]:
+        return (8, 128) if step == 4 else (4, 128)
+
+    plain = train(tiny_llama, steps=2, shape=lambda _: (8, 128))
+    scaled = train(tiny_llama, memory_of(0.75, plain), steps=7, shape=shape).planner
+    whole = train(tiny_llama, memory_of(0.75, plain), steps=3, shape=lambda _: (8, 128)).planner
+    assert scaled is not None
+    assert whole is not None
+    assert scaled.task is not None
+    assert whole.task is not None
+    assert scaled.task.size == whole.task.size
+    assert scaled.task.unplanned.peak_bytes == pytest.approx(whole.task.unplanned.peak_bytes, rel=0.002)
+
+
 def test_what_fits_in_tiles_alone_runs_in_them_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     """No step is recorded under the guard: logits of 2,048 words are most of the memory."""
 

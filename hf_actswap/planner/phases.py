@@ -627,7 +627,8 @@ class Planner:
 
     def _can_try_again(self) -> str:
         """Return the phase if it allows a retry, else ``""``."""
-        if isinstance(self._phase, WarmUp):
+        first_on_paper = isinstance(self._phase, SearchPhase) and self._plans_on_paper and world_size() == 1
+        if isinstance(self._phase, WarmUp) or first_on_paper:
             if self._run.movable is not None:
                 return self.phase
             known, may_tile = self._largest, self._run.training.memory.mode == "adaptive"
@@ -635,9 +636,14 @@ class Planner:
         return self.phase if isinstance(self._phase, Stable) and not self._run.guarded else ""
 
     def _ran_out(self, failure: Failure) -> None:
+        search = self._phase if isinstance(self._phase, SearchPhase) else None
         if isinstance(self._phase, Stable):
             self._phase.ran_out(failure)
-        elif (anew := self._more_room(self._largest, None)) is not None:
+        elif (anew := self._more_room(self._largest, search.task.unplanned if search else None)) is not None:
+            if search is not None:  # a batch larger than the one that was planned for
+                self._run.meter.let_go()
+                self._leave(search)
+                self._may_plan_ahead = True
             self._phase, self._in_step = anew, False
         else:
             raise DeviceMemoryError(failure.text)

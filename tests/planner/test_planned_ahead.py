@@ -197,6 +197,25 @@ def test_a_batch_that_outgrows_the_search_is_planned_for_in_tiles(caplog: pytest
     assert max(found.peaks[2:]) <= 0.5 * plain.peak_bytes
 
 
+def test_a_forward_that_does_not_fit_beside_the_first_plan_runs_again_in_tiles(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It comes in the trial of the first plan, and moving what is idle makes too little room."""
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(vocab_size=2048)
+
+    def shape(step: int) -> tuple[int, int]:
+        return (4, 1280) if step else (2, 1280)
+
+    plain = train(model, steps=1, shape=lambda _: (4, 1280))
+    limit_bytes = plain.peak_bytes // 2
+    found = train(model, {"mode": "adaptive"}, steps=5, limit_bytes=limit_bytes, shape=shape)
+    assert "forward ran out of memory" in caplog.text
+    assert "tile_config head: asked nothing, got tiles" in caplog.text
+    assert found.phases[-1] == "stable"
+
+
 def test_a_budget_that_nothing_fits_is_an_error(unplanned: Trained) -> None:
     with pytest.raises(BudgetError, match="at least"):
         train(tiny_llama, memory_of(0.02, unplanned))

@@ -277,7 +277,8 @@ class Planner:
         Every rank must call it. Once for a size: if nothing fits then, ``error`` is a warning.
         """
         tried = self._planned_for
-        if not all(from_all_ranks(self._plans_on_paper and (tried is None or not tried.covers(size)))):
+        # Stages of a pipeline, which do not plan on paper, search one by one: they must not wait here.
+        if not self._plans_on_paper or not all(from_all_ranks(tried is None or not tried.covers(size))):
             self._run.log.warning("for a batch of %d tokens, %s", size.tokens, str(error))
             return False
         self._leave(search)

@@ -33,6 +33,7 @@ from ..errors import Problem
 from ..plan import MemoryPlan, ModelStructure, PlanRow, model_structure
 from ..plan.actions import Scope, format_scopes
 from ..planner.cost.simulate import Simulator
+from ..planner.devices import DEFAULT_DEVICE
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.meter import device_name as name_of
 from ..planner.profile import OpEvent, Prediction, Profile
@@ -45,7 +46,6 @@ from .options import DtypeName, ModelRequest
 from .output import Answer, answer, busy, heading, link_text, op_ms_text, size_text, step_ms_text, table_of
 from .profile_file import write_profile
 from .step import (
-    DEFAULT_DEVICE,
     StepShape,
     device_name,
     not_run,

@@ -25,7 +25,7 @@ from ..plan.tiles import tile_ladder
 from ..planner.cost.data_axis import Unit, data_axis, units_of
 from ..planner.cost.exchanges import Exchanged, exchanged
 from ..planner.cost.simulate import StorageOutcome, fates_of
-from ..planner.devices import RANKS_OF_A_MACHINE, device_rates, rates_name
+from ..planner.devices import DEFAULT_DEVICE, RANKS_OF_A_MACHINE, device_rates, rates_name
 from ..planner.profile import Prediction, Profile
 from ..planner.record.adjusted import (
     Baseline,
@@ -61,9 +61,6 @@ def step_bytes(optimizer: str | None, model: nn.Module, in_fp32: bool = False) -
     return 0
 
 
-DEFAULT_DEVICE = "H200"
-
-
 @dataclass(frozen=True)
 class StepShape:
     """Batch, device, precision and optimizer of a training step.
@@ -77,9 +74,9 @@ class StepShape:
         micro_batches: how many micro-batches the gradients of an optimizer's step are accumulated from.
         in_backward: whether the optimizer steps each parameter in backward.
         states_leave: whether the optimizer's states are on the host between its steps, because it is written.
-        target_tokens: tokens of a target sequence, for an encoder and a decoder; ``None``: ``tokens``.
         fused_loss: whether the training computes its loss from the head's weight, tile by tile, whatever the
             plan says: it is predicted in tiles, and the plan has none of the loss.
+        target_tokens: tokens of a target sequence, for an encoder and a decoder; ``None``: ``tokens``.
     """
 
     sequences: int  # of a micro-batch
@@ -191,14 +188,7 @@ def profile_of(
         hint = "Leave it out."
         expected = "a model with an encoder and a decoder"
         raise ModelError([Problem("--target-seq", expected, found.shape.family or found.name, hint)])
-    shape = (
-        step.sequences,
-        step.tokens,
-        step.label_tokens,
-        step.device,
-        step.autocast,
-        states,
-    )
+    shape = (step.sequences, step.tokens, step.label_tokens, step.device, step.autocast, states)
     key = (*shape, tiles, has_loss, gradients_exist, workspaces)
     if key not in found.profiles:
         found.profiles[key] = _from_shapes(found, *key)

@@ -110,7 +110,7 @@ def own_device(text: str) -> dict[str, float]:
             f"{text!r} is not of the form {OWN_DEVICE}: see {', '.join(wrong) or 'what is twice'}"
         )
     numbers: dict[str, float] = {"memory": bytes_of(given["memory"])}
-    for key in [*OWN_DEVICE_KEYS[1:], *(key for key in given if key == _FP32)]:
+    for key in (key for key in (*OWN_DEVICE_KEYS[1:], _FP32) if key in given):
         match = _NUMBER.fullmatch(given[key])
         if match is None or match[2] or not float(match[1]):
             raise ValueError(f"{key}={given[key]} is no number above 0; the form is {OWN_DEVICE}")

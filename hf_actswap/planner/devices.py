@@ -186,6 +186,9 @@ DEVICES: tuple[DeviceRates, ...] = (
 )
 
 
+DEFAULT_DEVICE = DEVICES[0].name
+"""The device to predict for where nothing says which."""
+
 _TENSOR_CORES = {
     (8, 0): (2048, 0.77),
     (8, 6): (1024, 0.7),
@@ -217,15 +220,15 @@ def rates_name(device: torch.device) -> str | None:
 
 def _numbers_of(facts: Any) -> str | None:
     """Return what a driver says of a device (clocks in kHz, width in bits), written as `OWN_DEVICE`."""
-    name = facts.name.lower()
+    usual_name = facts.name.lower()
     per_cycle, share = _TENSOR_CORES.get((facts.major, facts.minor), (0, 0.0))
     clocks = [getattr(facts, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")]
-    if torch.version.hip or not per_cycle or not all(clocks) or _OTHERWISE_SLOWED.search(name):
+    if torch.version.hip or not per_cycle or not all(clocks) or _OTHERWISE_SLOWED.search(usual_name):
         return None
     clock, memory_clock, width = clocks
     cycles = facts.multi_processor_count * clock / 1e9  # of all multiprocessors, 10^12 a second
     half = per_cycle * cycles * share
-    if _AT_HALF_RATE.search(name):
+    if _AT_HALF_RATE.search(usual_name):
         half = per_cycle / 2 * cycles * 0.85
     single = (128 if (facts.major, facts.minor) == (8, 0) else 256) * cycles * 0.73
     bandwidth = 2 * memory_clock * width / 8 / 1e9 * 2 / 3  # two transfers a cycle

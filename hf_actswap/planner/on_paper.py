@@ -33,7 +33,7 @@ from ..plan.actions import MemoryPlan
 from ..plan.model_structure import unwrapped
 from ..plan.tiles import tile_names
 from .budget import limits_of
-from .devices import DEVICES, device_rates, rates_name
+from .devices import DEFAULT_DEVICE, device_rates, rates_name
 from .profile import Profile
 from .record.adjusted import with_weights_on_host
 from .record.fsdp_step import of_one_rank
@@ -78,7 +78,7 @@ class StepOnPaper:
     ) -> None:
         self._put_tiles, self._states_moved, self._ladder = put_tiles, states_moved, ladder
         rates = rates_name(device)
-        self._rates, self._workspaces = rates or DEVICES[0].name, rates != "cpu"
+        self._rates, self._workspaces = rates or DEFAULT_DEVICE, rates != "cpu"
         self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
         optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)

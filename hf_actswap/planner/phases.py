@@ -80,7 +80,7 @@ from .search.find_plan import Found
 from .search.states_place import whole_step
 from .search_phase import STEPS_PER_TRIAL, SearchPhase
 from .stable import MOST_PLANS, Stable
-from .states.optimizer_states import OptimizerStates, inner_optimizer, state_bytes_beside_weights
+from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps, module_weights
 
 LEAST_ON_PAPER_BYTES = 4 * GIB
@@ -256,18 +256,15 @@ class Planner:
             if before == 1 < self._micro_batches and self._may_find_gradients:
                 self._may_plan_ahead = True  # several ranks, which did not look in mid-step
             anew = phase.corrected or self._micro_batches > before
-            if phase.too_large is not None and self._plans_for_larger(phase, *phase.too_large):
-                pass
-            elif not (anew and self._states_move_now(phase)) and over:
+            larger = phase.too_large is not None and self._plans_for_larger(phase, *phase.too_large)
+            if not larger and not (anew and self._states_move_now(phase)) and over:
                 self._settle(phase)
         elif phase.step_ended():
             missed = phase.missed_by_bytes
             self._beyond_bytes = self._beyond_bytes + missed if missed else 0
-            self._last = phase.plan
             if missed:
                 self._recorded = None
-            self._impossible = []
-            self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
+            self._start_anew(phase.plan)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             self.progress(self._phase.name, self._phase.steps_left)
 
@@ -282,9 +279,13 @@ class Planner:
             self._run.log.warning("for a batch of %d tokens, %s", size.tokens, str(error))
             return False
         self._leave(search)
-        self._last, self._impossible = search.best.plan, []
-        self._phase, self._may_plan_ahead = WarmUp(self._run, 1), True
+        self._start_anew(search.best.plan)
         return True
+
+    def _start_anew(self, last: MemoryPlan | None) -> None:
+        """Look for another plan than ``last``: on paper ahead of the next forward, else in a warm-up."""
+        self._last, self._impossible = last, []
+        self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
 
     def _leave(self, search: SearchPhase) -> None:
         self.trials += [trial for trial in (*search.outgrown, *search.trials) if trial.steps]
@@ -563,9 +564,7 @@ class Planner:
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
         in_use, own = run.meter.allocated_bytes(), baseline_tensors(root, run.training.optimizer)
-        optimizer = None if run.training.optimizer is None else inner_optimizer(run.training.optimizer)
-        states_there = 0 if optimizer is None else state_bytes_beside_weights(optimizer)
-        on_device = in_use + max(profile.optimizer_state_bytes - states_there, 0)
+        on_device = in_use + max(profile.optimizer_state_bytes - run.state_bytes(), 0)
         # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
         others = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
         profile = beside_old_gradients(beside_others(profile, max(others)), old_gradient_bytes)
@@ -628,8 +627,8 @@ class Planner:
 
     def _can_try_again(self) -> str:
         """Return the phase if it allows a retry, else ``""``."""
-        first_on_paper = isinstance(self._phase, SearchPhase) and self._plans_on_paper and world_size() == 1
-        if isinstance(self._phase, WarmUp) or first_on_paper:
+        on_paper = isinstance(self._phase, SearchPhase) and self._plans_on_paper and world_size() == 1
+        if isinstance(self._phase, WarmUp) or on_paper:
             if self._run.movable is not None:
                 return self.phase
             known, may_tile = self._largest, self._run.training.memory.mode == "adaptive"
@@ -668,9 +667,8 @@ class Planner:
 
     def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
-        self.trials += [*search.outgrown, *search.trials]
+        self._leave(search)
         self.task = task = search.task
-        self.planning_s += search.planning_s
         budget = task.reservable_bytes
         fits = best.fits(budget)
         if not fits:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import nn
@@ -48,8 +48,6 @@ from .states.optimizer_states import (
 from .states.state_bytes import expected_state_bytes
 
 logger = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 
 COUNTING_ALLOCATORS = ("native", "cudaMallocAsync", "hipMallocAsync")

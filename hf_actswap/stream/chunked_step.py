@@ -29,7 +29,7 @@ from ..plan.actions import Adjustment, MemoryPlan
 from ..plan.model_structure import ModelStructure, is_below
 from ..planner.budget import BudgetError, budget_bytes
 from ..planner.cost.simulate import predict
-from ..planner.devices import DEVICES, device_rates, rates_name
+from ..planner.devices import DEFAULT_DEVICE, device_rates, rates_name
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.shapes import profile_from_shapes
@@ -311,7 +311,7 @@ class KeptLayers:
             optimizer = inner_optimizer(optimizer)
             there_bytes = state_bytes_beside_weights(optimizer)
             states_bytes = expected_state_bytes(optimizer) or 0
-        name, kind = rates_name(device) or DEVICES[0].name, device.type
+        name, kind = rates_name(device) or DEFAULT_DEVICE, device.type
 
         def profile_of(tokens: int) -> Profile:
             ids = torch.empty(rows, tokens, dtype=torch.long, device="meta")

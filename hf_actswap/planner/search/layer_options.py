@@ -82,9 +82,8 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link: Link, whole: bool = 
             swapped_bytes += storage.size_bytes
             input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
             place, saved = costs.readers(number)[0]
-            ready = place + (
-                saved and place == graph.calls[maker].op_event
-            )  # a result: when its call has run
+            own = saved and place == graph.calls[maker].op_event  # a result: there when its call has run
+            ready = place + own
             outs.append((ready_ms[ready], storage.size_bytes))
             ins.append((first_read_ms, storage.size_bytes))
         else:

@@ -322,7 +322,7 @@ class Arithmetic : public c10::OperatorKernel {
     {
       OnlyKernels scope;
       Stack cpu = on_cpu(given, std::nullopt);
-      for (size_t i = 0; i < cpu.size(); i++)  // it may have another size yet
+      for (size_t i = 0; i < cpu.size(); i++)  // what is written alone may have another size yet
         if (writes_[i] && !reads_[i]) cpu[i] = at::empty({0}, given[i].toTensor().options().device(c10::kCPU));
       found = run_on_cpu(op, cpu);
       for (size_t i = 0; i < cpu.size(); i++) {

@@ -161,7 +161,7 @@ class Planner:
         )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         training = run.training
-        self._plans_on_paper = self.memory_mode == "adaptive" and training.in_flight == training.chunks == 1
+        self._plans_on_paper = self.memory_mode == "adaptive" and not training.part
         self._may_plan_ahead = self._plans_on_paper and known is None
         self._may_reject = known is None and world_size() == 1 and not self.structure.sharded
         self._undo = ExitStack()

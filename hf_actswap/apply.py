@@ -44,7 +44,7 @@ from .planner.memory_errors import name_memory_errors
 from .planner.record.recorder import batch_shape
 from .planner.run import MovableWeights
 from .planner.states.in_backward import KEY
-from .releases import checkpointing_argument
+from .releases import checkpointing_argument, of_a_step
 from .report import PinningBar, PlannerBar, console_logging, plan_summary, saving_of
 from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
@@ -199,6 +199,10 @@ def say_what_to_know_of(source: ConfigOrPlan, plan: MemoryPlan, structure: Model
     """Log what the user should know of a plan, named by ``source``, that was not resolved for this model."""
     if plan.fingerprint is None and not isinstance(source, MemoryPlan):
         logger.info("%s.", NOT_COMPARED[0].upper() + NOT_COMPARED[1:])
+    made_with = plan.fingerprint.made_with if plan.fingerprint is not None else None
+    if made_with not in (None, here := of_a_step()):
+        said = "The plan was made with %s, and this is %s: a step may need other memory and time."
+        logger.info(said, made_with, here)
     if absent := structure.without_op(plan):
         named = ", ".join(f"{path} (layers {format_scopes(scopes)})" for path, scopes in absent.items())
         if plan.fingerprint is None:

@@ -49,6 +49,12 @@ def _numbers(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def of_a_step() -> str:
+    """Return the installed releases that decide what a step runs, as ``torch 2.13, transformers 5.23``."""
+    numbers = {package: _numbers(version(package)) for package in ("torch", "transformers")}
+    return ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in numbers.items())
+
+
 def checkpointing_argument() -> str:
     """Return the name of the training argument for gradient checkpointing."""
     return "activation_checkpointing" if is_since("transformers", "5.23") else "gradient_checkpointing"

@@ -33,6 +33,7 @@ from ..config.hub import (
 )
 from ..config.validation import Expected
 from ..errors import PlanError, Problem, short_traceback
+from ..releases import of_a_step
 from .gathered import gathered_dtypes
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Fingerprint:
         dtype: dtype of most of the floating point weights, e.g. ``bfloat16``.
         trained: how much of the model is trained.
         batch_shape: shape of the input ids of one micro-batch; empty: not known.
+        made_with: the releases whose ops the plan was computed from or recorded on (`releases.of_a_step`).
     """
 
     family: _Text | None = None
@@ -67,17 +69,16 @@ class Fingerprint:
     dtype: _Text | None = None
     trained: Literal["all", "a part", "nothing"] | None = None
     batch_shape: tuple[Count, ...] = ()
+    made_with: _Text | None = None
 
     def problems_of(self, model: nn.Module) -> Iterator[Problem]:
         """Yield what differs in ``model`` from the model that the plan was made for."""
         own = fingerprint_of(model)
         hint = "Make the plan anew for this model. Without its section `fingerprint` it is used as it is."
-        for item in fields(self):
-            made_for, here = getattr(self, item.name), getattr(own, item.name)
-            if item.name != "batch_shape" and made_for != here and None not in (made_for, here):
-                yield Problem(
-                    f"plan.fingerprint.{item.name}", f"{here}, as in the model", f"{made_for}", hint
-                )
+        for name in (item.name for item in fields(self) if item.name not in ("batch_shape", "made_with")):
+            made_for, here = getattr(self, name), getattr(own, name)
+            if made_for != here and None not in (made_for, here):
+                yield Problem(f"plan.fingerprint.{name}", f"{here}, as in the model", f"{made_for}", hint)
 
 
 def fingerprint_of(
@@ -108,6 +109,7 @@ def fingerprint_of(
         dtype=elements.most_common(1)[0][0] if elements.total() else None,
         trained=None if not trained else "all" if all(trained) else "a part" if any(trained) else "nothing",
         batch_shape=batch_shape,
+        made_with=of_a_step(),
         **known,
     )
 

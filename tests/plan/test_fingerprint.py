@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import hf_actswap
 from hf_actswap import MemoryPlan, PlanError
 from hf_actswap.plan import PlanRow, Windows, fingerprint_of
 from hf_actswap.plan.actions import Fingerprint
+from hf_actswap.releases import of_a_step
 from tests.engine.tiny_models import tiny
 
 SIZES: dict[str, Any] = {
@@ -84,7 +86,7 @@ def test_the_same_model_in_other_clothes(tmp_path: Path) -> None:
     """Weights of `meta`, a wrapper, and facts that the file does not say."""
     with torch.device("meta"):
         made_for = fingerprint_of(llama(), BATCH)
-    assert made_for == Fingerprint("llama", 32, 48, 67, 4, 2, "float32", "all", BATCH)
+    assert made_for == Fingerprint("llama", 32, 48, 67, 4, 2, "float32", "all", BATCH, of_a_step())
     path = file_of(tmp_path, made_for)
     hf_actswap.apply(llama(), path).remove()
     adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
@@ -132,6 +134,20 @@ def test_a_plan_that_does_not_say_it_is_applied(tmp_path: Path, caplog: pytest.L
         with caplog.at_level(logging.INFO):
             hf_actswap.apply(llama(), source).remove()
         assert caplog.text.count("The plan does not say for which model it was made") == lines
+
+
+def test_a_plan_of_other_releases_is_applied_and_says_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made_for = fingerprint_of(llama(), BATCH)
+    for made_with, lines in ((None, 0), (of_a_step(), 0), ("torch 2.11, transformers 5.17", 1)):
+        caplog.clear()
+        path = file_of(tmp_path, replace(made_for, made_with=made_with))
+        with caplog.at_level(logging.INFO, logger="hf_actswap"):
+            hf_actswap.apply(llama(), path).remove()
+        said = f"The plan was made with torch 2.11, transformers 5.17, and this is {of_a_step()}: a step"
+        assert caplog.text.count(said) == lines
+        assert caplog.text.count("was made with") == lines
 
 
 @pytest.mark.parametrize(

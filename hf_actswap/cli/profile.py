@@ -36,10 +36,10 @@ from ..planner.cost.simulate import Simulator
 from ..planner.devices import DEFAULT_DEVICE
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.meter import device_name as name_of
+from ..planner.phases.warm_up import with_memory_of
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.recorder import DeviceClock, StepRecorder
 from ..planner.states.state_bytes import state_bytes
-from ..planner.warm_up import with_memory_of
 from ..report import PlannerBar
 from . import options
 from .options import DtypeName, ModelRequest

@@ -6,7 +6,7 @@ which puts a `MemoryPlan` on the model and improves it; a `Prediction` of peak a
 `devices` has what devices can do; `record` records a step, or computes one from shapes, as a `Profile`
 (`profile`); `cost` predicts a step under a plan; `search` solves for the fastest plan (`planning` asks it, on
 one rank for all). `states` keeps optimizer states on the host; `oom_guard` lets a step survive when the
-device runs out of memory. `start` makes a `Planner`, which `phases` leads from the step on paper (`on_paper`)
+device runs out of memory. `start` makes a `Planner`, which `phases` lead from the step on paper (`on_paper`)
 or the warm-up to the stable phase.
 
 This package knows profiles, costs and plans, but neither YAML nor transformers.
@@ -19,7 +19,7 @@ from .cost.simulate import Simulator, predict
 from .devices import device_rates
 from .meter import AllocatorMeter, CountingMeter, Meter
 from .oom_guard import OomGuard, op_hook
-from .phases import Planner
+from .phases.planner import Planner
 from .profile import FrontierPoint, Limits, OpEvent, Prediction, Profile, profile_from_json, profile_to_json
 from .record.recorder import DeviceClock, StepRecorder
 from .record.shapes import profile_from_shapes

@@ -24,7 +24,7 @@ from ..engine.swapped_storages import NO_HOST_MEMORY
 from ..errors import ActSwapError, short_traceback
 from ..plan.in_words import plan_in_words
 from .oom_guard import DeviceMemoryError, failure_of
-from .phases import Planner
+from .phases.planner import Planner
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from ..releases import checkpointing_argument
 from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, device_name
 from .on_paper import StepOnPaper
 from .oom_guard import OomGuard
-from .phases import Planner
+from .phases.planner import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .planning import found_by_rank_0
 from .run import ApplyPlan, ApplyTiles, MovableWeights, PlannedTraining, Run

@@ -24,7 +24,8 @@ from hf_actswap import apply
 from hf_actswap.config import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.planner import BudgetError, Planner, stable
+from hf_actswap.planner import BudgetError, Planner
+from hf_actswap.planner.phases import stable
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
 from tests.planner.simulated_device import on_device

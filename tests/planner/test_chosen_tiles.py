@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.planner import BudgetError, Planner, oom_guard, phases
+from hf_actswap.planner import BudgetError, Planner, oom_guard
+from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.plan_file import Trial
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, on_device, train
@@ -114,7 +115,7 @@ def test_several_ranks_choose_tiles_ahead_of_a_first_forward_that_no_plan_fits(
     unplanned: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On real ranks: `test_ranks.test_tiles_are_chosen_on_all_ranks`."""
-    for module in (phases, oom_guard):
+    for module in (leading, oom_guard):
         monkeypatch.setattr(module, "world_size", lambda: 2)
     torch.manual_seed(0)
     model = wordy().train()

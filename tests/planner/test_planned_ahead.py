@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap.planner import BudgetError, devices, on_paper, phases, search_phase
+from hf_actswap.planner import BudgetError, devices, on_paper
+from hf_actswap.planner.phases import planner as leading
+from hf_actswap.planner.phases import search
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, train
 
@@ -23,8 +25,8 @@ def _known_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     without = tuple(replace(rates, workspace_bytes=0) for rates in devices.DEVICES)
     monkeypatch.setattr(devices, "DEVICES", without)
-    monkeypatch.setattr(phases, "LEAST_ON_PAPER_BYTES", 0)
-    monkeypatch.setattr(search_phase, "whole_layers", lambda _: None)
+    monkeypatch.setattr(leading, "LEAST_ON_PAPER_BYTES", 0)
+    monkeypatch.setattr(search, "whole_layers", lambda _: None)
     monkeypatch.setattr(on_paper, "rates_name", lambda _: "H100")
 
 

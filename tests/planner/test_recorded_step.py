@@ -18,14 +18,15 @@ from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.hook_wrappers import replace_outermost_calls
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan import MemoryPlan, PlanRow
-from hf_actswap.planner import CountingMeter, Profile, profile_from_shapes, stable
+from hf_actswap.planner import CountingMeter, Profile, profile_from_shapes
+from hf_actswap.planner.phases import stable
+from hf_actswap.planner.phases.search import SearchPhase
+from hf_actswap.planner.phases.warm_up import module_weights, with_memory_of
 from hf_actswap.planner.plan_file import MeasuredStep
 from hf_actswap.planner.planning import agreed_task, whole_layers
 from hf_actswap.planner.recorded_step import BatchSize, RecordedStep, scores_of
 from hf_actswap.planner.run import ModeLog, ahead_of_calls
 from hf_actswap.planner.search.find_plan import least_peak_bytes
-from hf_actswap.planner.search_phase import SearchPhase
-from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.tiny_models import (
     VOCABULARY,

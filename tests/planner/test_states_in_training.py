@@ -20,7 +20,8 @@ from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, Link
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.swapped_storages import EvictableStorage
 from hf_actswap.engine.transfer import _Done, _Spent
-from hf_actswap.planner import Planner, phases, start
+from hf_actswap.planner import Planner, start
+from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.planning import PlanningTask, StatesInPassing, states_in_passing
 from tests.engine.simulated_transfer import Clock, SimulatedStamp
 from tests.engine.tiny_models import tiny_llama
@@ -133,7 +134,7 @@ def trained(
         patched.setattr(EvictableStorage, "_reload", slow_reload)
         patched.setattr(HostPool, "take", take)
         patched.setattr(start, "_may_move_states", lambda *_: True)  # it moves none on the CPU
-        patched.setattr(phases, "states_in_passing", asked)
+        patched.setattr(leading, "states_in_passing", asked)
         device = undo.enter_context(on_device(model, limit_bytes))
         times = undo.enter_context(OpTimes(clock))
         memory = {"mode": "adaptive", "search_steps": 4, "budget_gib": _gib(budget_bytes or limit_bytes)}

@@ -34,7 +34,8 @@ from hf_actswap.engine.stats import Counters
 from hf_actswap.engine.tickets import Ticket, restore
 from hf_actswap.plan import PlanRow, Windows, model_structure
 from hf_actswap.plan.actions import whole_layers_again
-from hf_actswap.planner import OptimizerStates, phases
+from hf_actswap.planner import OptimizerStates
+from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.planning import StatesInPassing
 from hf_actswap.planner.run import Run
 from hf_actswap.stream.host_sequence import HostSequence
@@ -267,7 +268,7 @@ def planned_with_states_in_passing() -> int:
     """The planner is told that a step is faster with the optimizer's states on the host."""
     half = StatesInPassing(_unplanned()[1] // 20, 1.0, 2.0)
     with (
-        patch.object(phases, "states_in_passing", return_value=(half, None)) as asked,
+        patch.object(leading, "states_in_passing", return_value=(half, None)) as asked,
         patch.object(Run, "states_to_host", autospec=True, side_effect=Run.states_to_host) as moved,
     ):
         found = planned("adaptive", "auto")
@@ -277,7 +278,7 @@ def planned_with_states_in_passing() -> int:
 
 def planned_while_frozen_weights_leave() -> int:
     """The planner is told that a step is faster with the frozen weights on the host."""
-    with patch.object(phases, "weights_pay", return_value=("a test says so", None)) as asked:
+    with patch.object(leading, "weights_pay", return_value=("a test says so", None)) as asked:
         found = planned("smart_swap", weights="auto")
     assert asked.call_count == 1
     return found

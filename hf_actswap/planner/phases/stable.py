@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config.sizes import gib_text
-from ..engine.agreement import from_all_ranks, world_size
-from .oom_guard import Failure
-from .recorded_step import BatchSize
-from .run import Run
+from ...config.sizes import gib_text
+from ...engine.agreement import from_all_ranks, world_size
+from ..oom_guard import Failure
+from ..recorded_step import BatchSize
+from ..run import Run
 
 CHECK_STEPS = 16
 MOST_PLANS = 8

@@ -16,15 +16,15 @@ from math import prod
 
 from torch import nn
 
-from ..engine.agreement import from_all_ranks
-from ..interrupts import uninterrupted
-from ..plan.model_structure import ModelStructure, unwrapped
-from ..plan.wrappers import called_modules, uncompiled
-from .profile import Profile
-from .record.recorder import DeviceClock, StepRecorder
-from .recorded_step import ModuleName, ModuleWeights, RecordedStep
-from .run import Run
-from .search.compiled_frontier import variants_of
+from ...engine.agreement import from_all_ranks
+from ...interrupts import uninterrupted
+from ...plan.model_structure import ModelStructure, unwrapped
+from ...plan.wrappers import called_modules, uncompiled
+from ..profile import Profile
+from ..record.recorder import DeviceClock, StepRecorder
+from ..recorded_step import ModuleName, ModuleWeights, RecordedStep
+from ..run import Run
+from ..search.compiled_frontier import variants_of
 
 logger = logging.getLogger(__name__)
 

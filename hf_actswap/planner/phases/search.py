@@ -23,16 +23,16 @@ import time
 from dataclasses import replace
 from functools import reduce
 
-from ..config.sizes import gib_text
-from ..engine.agreement import from_all_ranks, world_size
-from .budget import BudgetError, fragments_of
-from .plan_file import MeasuredStep, Trial, best_trial
-from .planning import PlanningTask, best_plans, least_plan, whole_layers
-from .recorded_step import BatchSize
-from .run import Run
-from .search.compiled_frontier import learned, shown_by
-from .search.find_plan import Found
-from .search.states_place import whole_step
+from ...config.sizes import gib_text
+from ...engine.agreement import from_all_ranks, world_size
+from ..budget import BudgetError, fragments_of
+from ..plan_file import MeasuredStep, Trial, best_trial
+from ..planning import PlanningTask, best_plans, least_plan, whole_layers
+from ..recorded_step import BatchSize
+from ..run import Run
+from ..search.compiled_frontier import learned, shown_by
+from ..search.find_plan import Found
+from ..search.states_place import whole_step
 
 STEPS_PER_TRIAL = 2
 

@@ -1,41 +1,4 @@
-"""The planner of a training, which goes through three phases: warm-up, search, stable.
-
-``adaptive`` plans on paper before its first step, where that can be (`Planner._plans_ahead`): then it is in
-the search from the start, and warm-up comes only if a step disagrees.
-
-======== ============================================ =================================================
-phase    what is on the model                         ends
-======== ============================================ =================================================
-warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` steps, at least 3 where
-         is recorded                                  layers are compiled
-search   one plan after another, the guard            after ``search_steps`` steps, or when nothing that
-                                                      is untried could be faster
-stable   the best measured plan                       when a batch is larger than any before, or a step
-                                                      misses the budget or runs out of memory: then
-                                                      warm-up begins again, a limited number of times
-======== ============================================ =================================================
-
-Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
-guard, which moves tensors and changes no number.
-
-**Search** (`search_phase`) tries the plans with the best predictions, and keeps the best that was measured.
-
-By corrected predictions, it may be faster to keep the optimizer's states on the host (``preference: auto``).
-They move then, and plans are searched anew.
-
-**Stable**: the plan runs as any other, and nothing is profiled. Where ``search_steps`` ended its trial after
-a single step, the first step here is guarded too. Two checks cost microseconds.
-
-* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
-  under this plan. A larger one runs under the guard; after its step the planner plans anew.
-* The **peak** of what was in use, after each step. If it misses the budget, or if a step ran out of memory
-  and needed the guard, the planner plans anew.
-
-Ranks must agree before they change plans, and a collective at each step would cost every step. So several
-ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
-training whose batches never stop growing must get on too: after `MOST_PLANS` plans the planner plans no more,
-and larger batches run under the guard.
-"""
+"""Leads a training from phase to phase; the package's docstring says when each begins and ends."""
 
 from __future__ import annotations
 
@@ -50,37 +13,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..config.sizes import GIB, gib_text
-from ..engine.agreement import from_all_ranks, rank, world_size
-from ..engine.frozen_weights import FrozenWeights
-from ..engine.install import AppliedPlan
-from ..engine.stats import SwapStats
-from ..engine.tiled_calls import AUTO_LEAST_TOKENS
-from ..errors import short_traceback
-from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan
-from ..plan.dry_run import is_dry
-from ..plan.in_words import plan_in_words
-from ..plan.model_structure import ModelStructure, unwrapped
-from .budget import BudgetError, fits_outside_backward
-from .meter import baseline_tensors, gradient_bytes, others_bytes
-from .oom_guard import DeviceMemoryError, Failure, Retry
-from .plan_file import FilePlan, MadeFor, Outcome, Trial, write_plan
-from .planning import (
+from ...config.sizes import GIB, gib_text
+from ...engine.agreement import from_all_ranks, rank, world_size
+from ...engine.frozen_weights import FrozenWeights
+from ...engine.install import AppliedPlan
+from ...engine.stats import SwapStats
+from ...engine.tiled_calls import AUTO_LEAST_TOKENS
+from ...errors import short_traceback
+from ...interrupts import uninterrupted
+from ...plan.actions import MemoryPlan
+from ...plan.dry_run import is_dry
+from ...plan.in_words import plan_in_words
+from ...plan.model_structure import ModelStructure, unwrapped
+from ..budget import BudgetError, fits_outside_backward
+from ..meter import baseline_tensors, gradient_bytes, others_bytes
+from ..oom_guard import DeviceMemoryError, Failure, Retry
+from ..plan_file import FilePlan, MadeFor, Outcome, Trial, write_plan
+from ..planning import (
     PlanningTask,
     agreed_task,
     states_in_passing,
     weights_pay,
 )
-from .profile import Prediction
-from .record.recorder import batch_shape
-from .recorded_step import BatchSize, RecordedStep, beside_old_gradients, beside_others
-from .run import Run
-from .search.find_plan import Found
-from .search.states_place import whole_step
-from .search_phase import STEPS_PER_TRIAL, SearchPhase
+from ..profile import Prediction
+from ..record.recorder import batch_shape
+from ..recorded_step import BatchSize, RecordedStep, beside_old_gradients, beside_others
+from ..run import Run
+from ..search.find_plan import Found
+from ..search.states_place import whole_step
+from ..states.optimizer_states import OptimizerStates
+from .search import STEPS_PER_TRIAL, SearchPhase
 from .stable import MOST_PLANS, Stable
-from .states.optimizer_states import OptimizerStates
 from .warm_up import WarmUp, first_steps, module_weights
 
 LEAST_ON_PAPER_BYTES = 4 * GIB

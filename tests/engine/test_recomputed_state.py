@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_actswap import apply
 from hf_actswap.engine.tickets import StaleTensorError
 from tests.engine.tiny_models import tiny_llama
+from tests.quick_cases import each_value_once
 
 WHOLE: dict[str, Any] = {"recompute_config": {"recompute": True}}
 MODULE: dict[str, Any] = {"recompute_config": {"select_recompute": {"mlp": True}}}
@@ -289,6 +290,7 @@ def run(kind: str, plan: dict[str, Any] | None, steps: int = 3) -> list[Any]:
     return [*found, torch.tensor([random.random(), np.random.rand()]), torch.rand(1, generator=GENERATOR)]
 
 
+@each_value_once
 @pytest.mark.parametrize("plan", [WHOLE, MODULE], ids=["whole layers", "modules"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_backward_reads_what_forward_read(kind: str, plan: dict[str, Any]) -> None:

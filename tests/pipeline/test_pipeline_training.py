@@ -176,12 +176,10 @@ def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) ->
     assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "budget_bytes"),
-    [
-        ("planned", "1f1b", 461_709),
-        pytest.param("planned interleaved", "interleaved_1f1b", 480_000, marks=pytest.mark.slow),
-    ],
+    [("planned", "1f1b", 461_709), ("planned interleaved", "interleaved_1f1b", 480_000)],
 )
 def test_each_stage_is_planned_within_one_budget(
     name: str, schedule: str, budget_bytes: int, runs: Path
@@ -217,12 +215,11 @@ def test_each_stage_has_a_plan_file_of_its_own(runs: Path) -> None:
     assert not (runs / "plan.json").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "files"),
     [
         ("stages", 2, {"actswap_plan.stage_0.json", "actswap_plan.stage_1.json"}),
-        ("parts", 1, {"actswap_plan.json"}),
+        pytest.param("parts", 1, {"actswap_plan.json"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_training_that_goes_on_uses_the_plan_of_its_checkpoint(

@@ -325,6 +325,10 @@ def _tickets_of(
     for ticket in ticket_uses(storage, recomputed, held, calls):
         if ticket.starts_copy:
             use, op_event = ticket.use, lifetime.op_events[ticket.number]
+            if ticket.holder is not None:  # an input that the call's first op saves is met there
+                later = zip(storage.uses[ticket.number :], lifetime.op_events[ticket.number :], strict=True)
+                saves = (one for one, at in later if one.kind == "saved" and at == op_event)
+                use = next(saves, use)
             at_end = use.kind == "returned" or (use.kind == "saved" and lifetime.made_in == op_event)
             place = use.order, op_event, order.use_op(use, op_event), at_end
             copies.append(CopyOut(ticket.copy, use.producer, ticket.copy_bytes, *place))

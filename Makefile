@@ -16,6 +16,8 @@
 # PYTHON chooses the interpreter (3.11 or newer):  make test PYTHON=python3.12
 
 PYTHON ?= python3
+# Tests start many processes, and pytest rewrites each of their files: compiled modules are kept, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest

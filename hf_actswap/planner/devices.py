@@ -277,7 +277,9 @@ def _own_rates(name: str) -> DeviceRates:
     )
 
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+"""Types whose products run on tensor cores at the rate of 16 bits."""
+
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "slice_backward"})
 """Ops that read only as many bytes of their inputs as they return."""
 
@@ -308,7 +310,7 @@ def op_ms(
     given = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     arithmetic_ms, attention = 0.0, attention_flops(func, args, kwargs)
-    half = any(leaf.dtype in _HALF for leaf in given)
+    half = any(leaf.dtype in HALF for leaf in given)
     if attention is not None:
         rate = rates.attention_flop_per_ms
         arithmetic_ms = attention / (rate if half else rate * rates.full_flop_per_ms / rates.half_flop_per_ms)

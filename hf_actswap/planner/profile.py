@@ -58,7 +58,6 @@ class OpEvent:
             storages of `Profile.saved` that are alive then; weights, gradients and optimizer states included.
         backward_place: -1 where backward does not visit it.
         communicates: whether it runs a collective.
-        random: whether it draws random numbers.
         reads_values: whether the host waits in its forward for values from the device.
     """
 
@@ -73,7 +72,6 @@ class OpEvent:
     backward_base_bytes: Bytes
     backward_place: Annotated[int, Ge(-1), Expected("a number, or -1")]
     communicates: bool = False
-    random: bool = False
     reads_values: bool = False
 
 
@@ -129,7 +127,6 @@ class Profile:
         outside_base_bytes: the most device memory in use outside forward and backward.
         optimizer_state_bytes: part of every ``base_bytes``, which ``preference: memory_saving`` moves away.
         reserved_bytes: what the allocator held beyond what was in use, at the peak (fragments).
-        signature: digest of ``saved``, which tells steps apart that save other tensors.
         batch_shape: shape of the input ids.
         source: ``measured`` in a step, or computed from ``shapes``.
         frontier: other ways to compile the compiled layers; limits on their memory alone need not be listed
@@ -154,7 +151,6 @@ class Profile:
     outside_base_bytes: Bytes
     optimizer_state_bytes: Bytes
     reserved_bytes: Bytes
-    signature: str
     batch_shape: tuple[Count, ...]
     source: Literal["measured", "shapes"]
     frontier: tuple[FrontierPoint, ...] = ()
@@ -414,7 +410,7 @@ def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[l
 
 
 FORMAT = "hf_actswap.profile"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _KINDS = get_args(UseKind)
 _OP_EVENT = tuple(field.name for field in fields(OpEvent))
@@ -422,7 +418,7 @@ _USE = tuple(field.name for field in fields(Use))
 _POINT = tuple(field.name for field in fields(FrontierPoint))
 _PLAIN = (
     *("num_layers", "family", "device", "device_bytes", "outside_ms", "outside_base_bytes"),
-    *("optimizer_state_bytes", "reserved_bytes", "signature", "source", "batch_shape"),
+    *("optimizer_state_bytes", "reserved_bytes", "source", "batch_shape"),
 )
 """Fields of `Profile` that stand in the document as they are."""
 

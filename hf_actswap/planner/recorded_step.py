@@ -166,7 +166,6 @@ class RecordedStep:
             profile,
             saved=_scaled_saved(profile, by_tokens, by_pairs),
             op_events=tuple(op_events),
-            signature=f"{profile.signature}@{size.tokens},{size.pairs}",
             batch_shape=_shape_of(size.tokens, profile.batch_shape),
         )
 

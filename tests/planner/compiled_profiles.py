@@ -60,7 +60,6 @@ def compiled_profile(
         outside_base_bytes=0,
         optimizer_state_bytes=0,
         reserved_bytes=0,
-        signature="hand",
         batch_shape=(1, tokens),
         source="measured",
     )

@@ -122,7 +122,6 @@ class _Maker:
             outside_base_bytes=self._base,
             optimizer_state_bytes=0,
             reserved_bytes=0,
-            signature="hand",
             batch_shape=(1, 1),
             source="shapes",
         )

@@ -55,7 +55,7 @@ def put_use(column: int, value: Any) -> Change:
 
 MALFORMED: dict[str, tuple[Change, str]] = {
     "format": (put("format", "hf_actswap.plan"), "profile.format: expected hf_actswap.profile"),
-    "version": (put("format_version", 1), "profile.format_version: expected 3, found 1"),
+    "version": (put("format_version", 1), "profile.format_version: expected 4, found 1"),
     "version of another type": (put("format_version", True), "profile.format_version"),
     "layers": (put("num_layers", -1), "profile.num_layers"),
     "source": (put("source", "guessed"), "profile.source: expected measured or shapes, found 'guessed'"),

@@ -182,7 +182,7 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
     model.zero_grad()
     forecast = on_paper(model)
     assert_events_partition(forecast)
-    assert (forecast.saved, forecast.signature) == (measured.saved, measured.signature)
+    assert forecast.saved == measured.saved
     assert measured_peak_bytes(forecast) == measured_peak_bytes(measured)
 
     def bytes_of(profile: Profile) -> list[Any]:
@@ -198,9 +198,6 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
         ]
 
     assert bytes_of(forecast) == bytes_of(measured)
-    assert [op_event.random for op_event in forecast.op_events] == [
-        op_event.random for op_event in measured.op_events
-    ]
 
 
 DROPPING: list[dict[str, Any]] = [

@@ -109,7 +109,7 @@ def test_a_step_in_tiles_is_the_same_on_paper_and_recorded(tiles: str) -> None:
         model.zero_grad()
         forecast = profile_from_shapes(model, model_structure(model), call_of(), "H200")
     assert_events_partition(forecast)
-    assert (forecast.saved, forecast.signature) == (measured.saved, measured.signature)
+    assert forecast.saved == measured.saved
     assert measured_peak_bytes(forecast) == measured_peak_bytes(measured)
     orders = [[op_event.backward_place for op_event in profile.op_events] for profile in (forecast, measured)]
     assert orders[0] == orders[1]

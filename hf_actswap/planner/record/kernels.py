@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ..devices import HALF
+
 _CPU = torch.device("cpu")
 
 
@@ -63,7 +65,7 @@ class AcceleratorKernels(TorchFunctionMode):
         elif name in _FP32_OPS:
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
         elif name in _FP32_RESULTS and kwargs.get("dtype") is None:
-            half = getattr(args[0] if args else kwargs.get("input"), "dtype", None) in _HALF
+            half = getattr(args[0] if args else kwargs.get("input"), "dtype", None) in HALF
             kwargs |= {"dtype": torch.float32} if half else {}
         return func(*args, **kwargs)
 
@@ -117,7 +119,7 @@ def _unfused_attention(
     ``aten/src/ATen/native/transformers/attention.cpp``).
     """
     dtype = query.dtype
-    if dtype in _HALF:
+    if dtype in HALF:
         query, key, value = query.float(), key.float(), value.float()
     if enable_gqa and (groups := query.shape[-3] // key.shape[-3]) > 1:
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -162,7 +164,6 @@ class _AcceleratorTemporaries(TorchDispatchMode):
         return result
 
 
-_HALF = torch.bfloat16, torch.float16
 _FP32_OPS = frozenset(
     name
     for names in (
@@ -178,4 +179,4 @@ _FP32_RESULTS = frozenset(("cumprod", "cumsum", "log_softmax", "prod", "softmax"
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor

@@ -20,7 +20,6 @@ backward that runs inside the forward belongs to the forward (`engine.tiled_logi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +51,10 @@ from ...interrupts import uninterrupted
 from ...plan.forward_recorder import ForwardRecorder
 from ...plan.model_structure import ModelStructure, unwrapped
 from ...plan.op_facts import (
-    RANDOM_FUNCTIONS,
     READS_DEVICE,
     computes,
     is_collective,
     is_communication,
-    op_draws,
     reads_values,
 )
 from ...plan.saved_bytes import OpCall, SavedBytes
@@ -153,7 +150,6 @@ class _Row:
     end: Stamp
     peak_bytes: int
     communicates: bool
-    random: bool
     reads_values: bool
     visits: list[_Visit] = field(default_factory=list)
     backward_place: int = -1
@@ -190,7 +186,7 @@ class OpEventLog:
         self._first_nodes: list[int] = []
         self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
-        self._busy = self._communicates = self._random = self._reads = self._ended = False
+        self._busy = self._communicates = self._reads = self._ended = False
         self._first_node = self._first_op = self._visits = self._gradients_before = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
@@ -209,7 +205,7 @@ class OpEventLog:
     def start(self) -> None:
         """Begin to record a forward, or that of the next chunk."""
         self._first_node, self.in_forward = next_node_number(), True
-        self._busy = self._communicates = self._random = self._reads = False
+        self._busy = self._communicates = self._reads = False
         self._look()
         self._since = self._clock.stamp()
 
@@ -225,17 +221,15 @@ class OpEventLog:
             self._close(next_node_number())
         self._call = call
 
-    def ran(self, communicates: bool = False, random: bool = False, reads_values: bool = False) -> None:
+    def ran(self, communicates: bool = False, reads_values: bool = False) -> None:
         """Note that an op has run that computes, and what else it does, as in `OpEvent`."""
         self._busy = True
         row = self._visited
         if row is None:
             self._communicates |= communicates
-            self._random |= random
             self._reads |= reads_values
         else:
             row.communicates |= communicates
-            row.random |= random
 
     def packs(self) -> None:
         """Note that autograd saves a tensor."""
@@ -300,7 +294,6 @@ class OpEventLog:
                 backward_base_bytes=0,
                 backward_place=row.backward_place,
                 communicates=row.communicates,
-                random=row.random,
                 reads_values=row.reads_values,
             )
             for row in self._rows
@@ -348,7 +341,7 @@ class OpEventLog:
         assert self._since is not None
         now, made = self._clock.stamp(), end_node - self._first_node
         num_ops = (self._nodes.get(self._call) or made) if made else 0
-        name = self._call[1].rpartition(".")[2]
+        self._call[1].rpartition(".")[2]
         row = _Row(
             call=self._call,
             first_order=self._rows[-1].last_order + 1 if self._rows else 1,
@@ -360,14 +353,13 @@ class OpEventLog:
             end=now,
             peak_bytes=self._look(),
             communicates=self._communicates or is_communication(self._call[1]),
-            random=self._random or (not self._sees_ops and name in RANDOM_FUNCTIONS),
             reads_values=self._reads,
         )
         self._rows.append(row)
         self._first_nodes.append(self._first_node)
         self.peak_bytes = max(self.peak_bytes, row.peak_bytes)
         self._first_node, self._first_op, self._since = end_node, self._first_op + num_ops, now
-        self._busy = self._communicates = self._random = self._reads = False
+        self._busy = self._communicates = self._reads = False
 
     def _finish_forward(self, end_node: int) -> None:
         """Record forward's last row; if nothing ran in it, add its nodes and uses to the one before."""
@@ -577,7 +569,6 @@ class StepRecorder:
             outside_base_bytes=self._log.outside_peak_bytes,
             optimizer_state_bytes=optimizer_state_bytes,
             reserved_bytes=self._reserved_bytes,
-            signature=signature(self._saved),
             batch_shape=self._batch_shape,
             source=source,
         )
@@ -644,16 +635,6 @@ class StepRecorder:
         return restore(ticket)
 
 
-def signature(saved: SavedBytes) -> str:
-    """Return a digest of what a step saves: equal for steps that save the same, also on fake tensors."""
-    digest = hashlib.sha256()
-    for storage in saved.storages:
-        digest.update(f"{storage.size_bytes};".encode())
-        for use in storage.uses:
-            digest.update(f"{use.kind},{use.at},{use.producer},{use.start_bytes},{use.size_bytes};".encode())
-    return digest.hexdigest()[:32]
-
-
 def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Return (batch, sequence) of a call: of its ids, else of the first tensor with at least two dims."""
     for leaf in tree_leaves((kwargs.get("input_ids"), args, kwargs)):
@@ -707,6 +688,6 @@ class OpWatch(StartedMode):
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
             return result  # it only computed shapes (`engine.tiled_logits`)
         reads = reads_values(func, self._reads_groups)
-        self._log.ran(is_collective(func), op_draws(func, args, kwargs), reads)
+        self._log.ran(is_collective(func), reads)
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -37,7 +37,7 @@ from ..devices import DeviceRates, device_rates, op_ms
 from ..meter import CountingMeter
 from ..profile import OpEvent, Profile
 from .kernels import kernels_of
-from .recorder import StepRecorder, signature
+from .recorder import StepRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _profile_of_few(
             found.append(_profile_of_few(tuple(others), model, few, batch, *settings))
     profile = _EventSplice.of(found[0], repeat).applied(*found)
     saved = replace(profile.saved, modules=structure.modules)
-    return replace(profile, saved=saved, num_layers=len(structure.layers), signature=signature(saved))
+    return replace(profile, saved=saved, num_layers=len(structure.layers))
 
 
 def _profile(
@@ -317,7 +317,7 @@ def _memory_of(profile: Profile) -> IntArray:
 def _ops_of(op_event: OpEvent) -> tuple[object, ...]:
     uses = op_event.last_order - op_event.first_order
     visited = op_event.backward_place >= 0
-    facts = op_event.communicates, op_event.random, op_event.reads_values
+    facts = op_event.communicates, op_event.reads_values
     return op_event.call, uses, op_event.num_ops, visited, *facts
 
 

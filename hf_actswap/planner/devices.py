@@ -288,6 +288,11 @@ _QUANTISED_PRODUCTS = frozenset(
 )
 """Products with weights in 4 or 8 bits (``bitsandbytes/_ops.py``): the activations come first."""
 
+_COPIES_FIRST = frozenset(
+    {"masked_fill", "masked_scatter", "index_put", "index_add", "index_copy", "index_fill"}
+)
+"""Ops that copy their first argument and write into the copy (``TensorAdvancedIndexing.cpp``)."""
+
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -319,9 +324,13 @@ def op_ms(
         arithmetic_ms = flops / (rates.half_flop_per_ms if half else rates.full_flop_per_ms)
     elif name in _QUANTISED_PRODUCTS:
         arithmetic_ms = 2 * given[0].numel() * made[0].shape[-1] / rates.half_flop_per_ms
+    elif name == "_grouped_mm":
+        arithmetic_ms = _grouped_flops(given[0], given[1]) / rates.half_flop_per_ms
     moved_bytes = sum(map(_touched_bytes, made)) * (2 if name in _GATHERS else 1)
     if name not in _GATHERS:
         moved_bytes += sum(map(_touched_bytes, given))
+    if name in _COPIES_FIRST and not func._schema.is_mutable:  # type: ignore[attr-defined]
+        moved_bytes += 2 * made[0].nbytes
     if name == "_safe_softmax":  # then where rows are masked whole is found, and their result replaced
         rows = given[0]
         moved_bytes += moved_bytes + rows.nbytes + 2 * rows.numel()
@@ -342,6 +351,12 @@ def attention_flops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     pairs = prod(query[:-1]) * key[-2]
     products = pairs * 2 * ((3 * query[-1] + 2 * value[-1]) if backward else (query[-1] + value[-1]))
     return products // 2 if named.get("is_causal") else products
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Return the FLOPs of products of groups: of rows, columns or the inner dimension, or batches."""
+    batches = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * batches * prod(left.shape[-2:]) * right.shape[-1]
 
 
 @lru_cache(maxsize=4096)

@@ -67,6 +67,38 @@ def test_a_product_with_quantised_weights_takes_the_time_of_its_arithmetic() -> 
     assert takes_ms > op_ms(rates, dequantize_4bit, (inputs, packed), {}, made)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "made"),
+    [
+        ((8192, 1024), (4, 1024, 4096), (8192, 4096)),
+        ((4, 4096, 1024), (1024, 8192), (4096, 8192)),
+        ((4096, 8192), (8192, 1024), (4, 4096, 1024)),
+        ((4, 2048, 1024), (4, 1024, 4096), (4, 2048, 4096)),
+    ],
+    ids=["rows", "columns", "inner", "batches"],
+)
+def test_products_of_groups_take_the_time_of_their_arithmetic(
+    left: tuple[int, ...], right: tuple[int, ...], made: tuple[int, ...]
+) -> None:
+    """They are not in PyTorch's registry of FLOP formulas; all have as many as one of 8192 rows."""
+
+    def ms(op: Any, *shapes: tuple[int, ...]) -> float:
+        *given, result = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+        return op_ms(device_rates("A100-80"), op, tuple(given), {}, result)
+
+    product = ms(torch.ops.aten.mm.default, (8192, 1024), (1024, 4096), (8192, 4096))
+    assert ms(torch.ops.aten._grouped_mm.default, left, right, made) == pytest.approx(product)
+
+
+def test_ops_that_copy_what_they_write_into_move_it_twice_more() -> None:
+    tensor = torch.empty(4096, 4096, device="meta")
+    mask = torch.empty(4096, 4096, dtype=torch.bool, device="meta")
+    rates, ops = device_rates("A100-80"), torch.ops.aten
+    in_place = op_ms(rates, ops.masked_fill_.Scalar, (tensor, mask, 0.0), {}, tensor)
+    copying = op_ms(rates, ops.masked_fill.Scalar, (tensor, mask, 0.0), {}, tensor)
+    assert copying - in_place == pytest.approx(2 * tensor.nbytes / rates.bytes_per_ms)
+
+
 def saved_by(profile: Profile, path: str) -> set[int]:
     """Bytes of what an op of the first layer makes and backward reads."""
     return {

@@ -43,6 +43,9 @@ def both_ways():
     torch.cuda.current_stream().wait_stream(side)
 
 timed(lambda: [torch.mm(square, square, out=out) for _ in range(20)])
+experts = torch.empty(4, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+ends = torch.arange(1, 5, dtype=torch.int32, device="cuda") * 2048
+timed(lambda: [torch._grouped_mm(square, experts, offs=ends) for _ in range(5)])
 timed(lambda: [torch.add(square, square, out=out) for _ in range(50)])
 timed(lambda: host.copy_(device, non_blocking=True))
 timed(both_ways)
@@ -69,6 +72,7 @@ def test_work_takes_the_time_that_the_rates_say() -> None:
     assert link is not None
     expected = (
         20 * 2 * 8192**3 / RATES.half_flop_per_ms,
+        5 * 2 * 8192**3 / RATES.half_flop_per_ms,  # each row meets one of the experts
         50 * 3 * 8192**2 * 2 / RATES.bytes_per_ms,
         2**30 / link.out_bytes_per_ms,
         2**30 / link.out_beside_in_bytes_per_ms,

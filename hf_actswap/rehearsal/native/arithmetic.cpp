@@ -25,7 +25,7 @@
 extern "C" {
 void rehearsal_launch(const void* stream);
 void rehearsal_touch(const void* stream, const void* at, size_t bytes, int writes, const char* op);
-void rehearsal_op_ran(const void* stream, double bytes, double attention_flop, int half);
+void rehearsal_op_ran(const void* stream, double bytes, double attention_flop, double product_flop, int half);
 void* rehearsal_host_stands();
 void rehearsal_host_goes_on(void* stands);
 void rehearsal_new_memory(const void* stream, void* at, size_t bytes);
@@ -157,6 +157,12 @@ bool gathers(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Of products of groups: of rows, columns or the inner dimension, or batches.
+double grouped_flop(const at::Tensor& left, const at::Tensor& right) {
+  double batches = left.dim() == 3 && right.dim() == 3 ? left.size(0) : 1;
+  return 2 * batches * left.size(-2) * left.size(-1) * right.size(-1);
+}
+
 // Ops that write their argument and do not read it.
 bool only_writes(const std::string& name) {
   static const std::set<std::string> names{"aten::zero_",    "aten::fill_",   "aten::copy_",    "aten::_foreach_zero_",
@@ -190,6 +196,7 @@ class Arithmetic : public c10::OperatorKernel {
     flash_ = attention_of(schema.operator_name().name);
     needs_values_ = starts_with(name_, "aten::convolution") || is_compiled(schema.operator_name().name);
     is_of_cudnn_ = is_of_cudnn(schema.operator_name().name);
+    is_grouped_ = schema.operator_name().name == "aten::_grouped_mm";
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -266,7 +273,8 @@ class Arithmetic : public c10::OperatorKernel {
       each_tensor(given[i], [&](const at::Tensor& tensor) { tell(tensor, reads_[i], writes_[i]); });
     if (!is_mutable_)
       for (const auto& result : results) each_tensor(result, [&](const at::Tensor& tensor) { tell(tensor, false, true); });
-    rehearsal_op_ran(stream, bytes, flash_ ? attention_flop(*flash_, given) : 0, half);
+    double product = is_grouped_ ? grouped_flop(given[0].toTensor(), given[1].toTensor()) : 0;
+    rehearsal_op_ran(stream, bytes, flash_ ? attention_flop(*flash_, given) : 0, product, half);
   }
 
   bool is_computed(const Stack& given, const Stack& results) const {
@@ -394,7 +402,7 @@ class Arithmetic : public c10::OperatorKernel {
   Kind kind_;
   std::string name_;
   std::vector<bool> reads_, writes_;
-  bool is_mutable_ = false, is_of_cudnn_ = false, needs_values_ = false, gathers_ = false;
+  bool is_mutable_ = false, is_of_cudnn_ = false, needs_values_ = false, gathers_ = false, is_grouped_ = false;
   int generator_ = -1;
   size_t takes_ = 0, gives_ = 0;
   const AttentionOp* flash_ = nullptr;
@@ -471,7 +479,7 @@ void rehearsal_install_ops_of(const char* owner) { rehearsal::replace_kernels(ow
 
 // What a kernel moves that a library launches outside PyTorch's ops.
 void rehearsal_kernel_moved(int device, double bytes) {
-  rehearsal_op_ran(rehearsal::stream_now((c10::DeviceIndex)device), bytes, 0, 1);
+  rehearsal_op_ran(rehearsal::stream_now((c10::DeviceIndex)device), bytes, 0, 0, 1);
 }
 
 // Call when the allocator has been initialized. Memory that is allocated in the order of a stream is filled by the runtime.

@@ -3,7 +3,8 @@
 // Without a clock all times are the host's wall clock, and work takes no time. With it (`clock=1`) each stream has a time at
 // which all that it was given is done:
 //   a matrix product   its FLOP at the device's rate (its sizes are arguments of cuBLAS)
-//   any other op       the bytes of its tensors at the memory's rate, or attention's FLOP, but at least its launches
+//   any other op       the bytes of its tensors at the memory's rate, or FLOP of attention or of grouped products, but at
+//                      least its launches
 //   a copy             its bytes at the link's rate; a device has one engine for each direction, and the two slow each other
 // Nothing begins before the host has launched it. The host's time is the processor time of this process, so that other
 // programs on the machine do not lengthen it, less what the rehearsal itself took, plus what the host would have waited: a
@@ -109,11 +110,13 @@ inline void product_launched(StreamTimes& stream, double flop, bool half) {
   kernel_takes(stream, std::max(flop / (half ? rates().half_flop : rates().full_flop), rates().launch_ms));
 }
 
-// An op of PyTorch has launched its kernels: the bytes that it moves; FLOP of fused attention, otherwise 0.
-inline void op_ran(StreamTimes& stream, double bytes, double attention_flop, bool half) {
+// An op of PyTorch has launched its kernels: the bytes that it moves; FLOP of fused attention, or of a product that is not
+// cuBLAS's, otherwise 0.
+inline void op_ran(StreamTimes& stream, double bytes, double attention_flop, double product_flop, bool half) {
   if (!rates().on) return;
-  double rate = rates().attention_flop * (half ? 1 : rates().full_flop / rates().half_flop);
-  double ms = std::max(bytes / rates().bytes, attention_flop / rate);
+  double share = half ? 1 : rates().full_flop / rates().half_flop;
+  double arithmetic_ms = attention_flop / (rates().attention_flop * share) + product_flop / (rates().half_flop * share);
+  double ms = std::max(bytes / rates().bytes, arithmetic_ms);
   bool has_kernel = stream.launched_ms > 0 || attention_flop > 0;
   if (has_kernel && ms > stream.launched_ms) work(stream, ms - stream.launched_ms);
   stream.launched_ms = 0;

@@ -550,9 +550,9 @@ void rehearsal_touch(const void* stream, const void* at, size_t bytes, int write
   Guard guard(order().mutex);
   order().touch(stream_of(stream), at, bytes, writes, op);
 }
-void rehearsal_op_ran(const void* stream, double bytes, double attention_flop, int half) {
+void rehearsal_op_ran(const void* stream, double bytes, double attention_flop, double product_flop, int half) {
   Guard guard(order().mutex);
-  op_ran(stream_of(stream).times, bytes, attention_flop, half);
+  op_ran(stream_of(stream).times, bytes, attention_flop, product_flop, half);
 }
 // What the rehearsal itself does between these two is no time of the host.
 void* rehearsal_host_stands() { return new HostStands(); }

@@ -204,7 +204,7 @@ def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     """Yield the assumptions about how the model is trained."""
     if any(getattr(subject.model.config, name, None) for name in ("vision_config", "audio_config")):
         yield "The step is of text alone: what images and sounds add to it is not counted."
-    if subject.trained < subject.parameters and not (step.in_fp32 and step.in_fsdp):
+    if hasattr(subject.model, "peft_config") and not (step.in_fp32 and step.in_fsdp):
         more = ", under autocast: without it (--autocast none) more is needed"
         inputs = "" if step.autocast is None else more
         yield f"Adapters are as PEFT makes them, in fp32 beside a base in half precision{inputs}."

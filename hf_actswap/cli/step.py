@@ -39,7 +39,7 @@ from ..planner.states.in_backward import KEY
 from ..planner.states.optimizer_states import DEFAULT_SHARE
 from ..planner.states.state_bytes import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
-from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear
+from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear, speech_features
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -253,6 +253,9 @@ def _from_shapes(
         name: torch.empty(sequences, length, dtype=torch.long, device="meta")
         for name, length in lengths.items()
     }
+    if (features := speech_features(found.model, sequences)) is not None:
+        del batch["input_ids"]
+        batch["input_features"] = features
     mixed = torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext()
     try:
         with mixed, ExitStack() as tiled:

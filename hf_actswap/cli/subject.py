@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
 )
 
 from ..config import ActSwapConfig
@@ -72,9 +73,11 @@ class AnalysedModel:
         base = f", {self.quantize} base" if self.quantize else ""
         part = f", {self.trained / 1e6:.2f} M trained" if self.trained < self.parameters else ""
         kind = self.shape.family or self.name
-        inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # PEFT
-        made, named = type(inner).__name__, getattr(self.model.config, "architectures", None) or ()
-        if named and made not in named:  # of Whisper transformers makes the decoder alone
+        made, named = (
+            type(_unadapted(self.model)).__name__,
+            getattr(self.model.config, "architectures", None) or (),
+        )
+        if named and made not in named:
             kind += f" as {made}"
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
 
@@ -174,7 +177,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _FILE = "config.json"
 _MAX_BYTES = 4 * 1024 * 1024
-_KINDS = "a language model of transformers: causal, of images, sequence to sequence or masked"
+_KINDS = "a language model of transformers: causal, of images or speech, sequence to sequence or masked"
 _EXPECTED = f"a folder that holds {_FILE}, such a file, or a Hub id (org/name)"
 
 
@@ -355,9 +358,33 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) 
 
 
 def _peft_task(model: nn.Module) -> str | None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "SEQ_2_SEQ_LM"
+    if getattr(model.config, "is_encoder_decoder", False):  # PEFT's own class for them hands on no features
+        return None if main_input(model) == "input_features" else "SEQ_2_SEQ_LM"
     return "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
+
+
+def _unadapted(model: nn.Module) -> Any:
+    """Return the model inside PEFT's, if it is adapted."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def main_input(model: nn.Module) -> str:
+    """Return the name of what a model reads: ``input_ids``, or ``input_features`` of speech."""
+    return str(getattr(_unadapted(model), "main_input_name", "input_ids"))
+
+
+def speech_features(model: nn.Module, sequences: int) -> torch.Tensor | None:
+    """Return features as Whisper reads them, ``[sequences, mel bins, frames]``, on ``meta``; else ``None``.
+
+    Its encoder takes one length only, 30 seconds (`WhisperEncoder.forward`).
+    """
+    inner = _unadapted(model)
+    bins, positions = (getattr(inner.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+    if main_input(model) != "input_features" or bins is None or positions is None:
+        return None
+    encoder = inner.get_encoder()
+    frames = positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+    return torch.empty(sequences, bins, frames, dtype=inner.dtype, device="meta")
 
 
 def random_model(
@@ -408,7 +435,8 @@ def _class_for(config: Any) -> Any:
 
     Of images and text only where transformers has no causal model for it; whole where it has an encoder.
     """
-    kinds = AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMaskedLM
+    whole = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    kinds = AutoModelForCausalLM, AutoModelForImageTextToText, *whole, AutoModelForMaskedLM
     own_code = getattr(config, "auto_map", None) or {}
     made: dict[Any, str] = {
         kind: own_code[kind.__name__].rpartition(".")[2] for kind in kinds if kind.__name__ in own_code
@@ -419,8 +447,10 @@ def _class_for(config: Any) -> Any:
     if not made:
         raise ValueError(f"a {type(config).__name__}, for which it has none")
     named = [kind for kind in made if made[kind] in (config.architectures or ())]
-    if AutoModelForSeq2SeqLM in made and config.is_encoder_decoder and AutoModelForCausalLM not in named:
-        return AutoModelForSeq2SeqLM
+    if config.is_encoder_decoder and AutoModelForCausalLM not in named:
+        for kind in whole:
+            if kind in made:
+                return kind
     return AutoModelForMaskedLM if named == [AutoModelForMaskedLM] else next(iter(made))
 
 

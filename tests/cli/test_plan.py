@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ModernBertConfig, Mod
 
 from hf_actswap import PlanError, apply
 from hf_actswap.plan import MemoryPlan, fingerprint_of, load_plan
-from tests.plan.stacked_models import assert_equal, bart, t5
+from tests.plan.stacked_models import assert_equal, bart, t5, whisper
 
 from .conftest import TINY, Ended, Run
 
@@ -363,7 +363,7 @@ def modernbert() -> nn.Module:
     return ModernBertForMaskedLM(ModernBertConfig(vocab_size=64, **sizes, **special))
 
 
-@pytest.mark.parametrize(("make", "targets"), [(t5, 12), (bart, 12), (modernbert, None)])
+@pytest.mark.parametrize(("make", "targets"), [(t5, 12), (bart, 12), (whisper, 12), (modernbert, None)])
 def test_models_with_an_encoder_are_planned_whole(
     run: Run, tmp_path: Path, make: Callable[[], nn.Module], targets: int | None
 ) -> None:
@@ -382,11 +382,12 @@ def test_models_with_an_encoder_are_planned_whole(
     assert run(*asked, "--budget", budget, "--save", tmp_path / "plan.json").code == 0
 
     ids = torch.randint(3, 60, (4, 24), generator=torch.Generator().manual_seed(1))
+    given = {"input_features": torch.randn(4, 8, 32)} if make is whisper else {"input_ids": ids}
 
     def gradients() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model.zero_grad()
-        model(input_ids=ids, labels=ids[:, :targets].contiguous()).loss.backward()
+        model(**given, labels=ids[:, :targets].contiguous()).loss.backward()
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     expected = gradients()

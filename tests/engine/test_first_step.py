@@ -23,7 +23,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
-from tests.plan.stacked_models import IDS, tiny
+from tests.plan.stacked_models import IDS, TOWER, tiny
 from tests.plan.test_stacks import DEFAULT
 
 LAYERS = range(NUM_LAYERS)
@@ -69,8 +69,7 @@ def test_a_stack_that_the_batch_does_not_reach(caplog: pytest.LogCaptureFixture)
         for _ in range(2):
             model(input_ids=IDS, labels=IDS, token_type_ids=torch.zeros_like(IDS)).loss.backward()
     assert warnings_in(caplog) == [
-        "The plan swaps nothing in a step: the model does not call what it names "
-        "(model.vision_tower.encoder.layers.0-3)."
+        f"The plan swaps nothing in a step: the model does not call what it names ({TOWER}.0-3)."
     ]
 
 

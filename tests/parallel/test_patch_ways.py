@@ -44,6 +44,7 @@ from tests.parallel.patch_worker import (
 )
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS, tiny_model
 from tests.parallel.test_patch_model import assert_as_in_one_process
+from tests.plan.stacked_models import TOWER
 from tests.processes import launched, of_ranks, run_cases, told
 from tests.quick_cases import slow_among
 
@@ -759,7 +760,7 @@ def test_images(name: str, results: Path) -> None:
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
         assert max(found["errors"].values()) < 1e-4
         assert {path.partition(".layers.")[0] for path in found["errors"]} > {
-            "model.vision_tower.encoder",
+            TOWER.removesuffix(".layers"),
             "model.language_model",
         }
         assert found["drift"] == []

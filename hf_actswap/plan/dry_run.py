@@ -289,12 +289,13 @@ class _FakeTensors(FakeTensorMode):
             computed = func(*given[0], **given[1])
             device = next((leaf.device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)), _CPU)
             return tree_map_only(torch.Tensor, partial(self._of_values, device=device), computed)
-        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, FakeTensor)]
+        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, FakeTensor)]  # none of `item()`
         if given is not None and (
             func._schema.is_mutable or sum(map(torch.Tensor.numel, leaves)) <= _MOST_VALUES
         ):
             computed = func(*given[0], **given[1])
-            for fake, values in zip(leaves, tree_leaves(computed), strict=True):
+            tensors = (leaf for leaf in tree_leaves(computed) if isinstance(leaf, torch.Tensor))
+            for fake, values in zip(leaves, tensors, strict=True):
                 fake.known_values = values  # type: ignore[attr-defined]
         return found
 

@@ -47,6 +47,11 @@ def made_of_values(sizes: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor)
     return rows.tolist(), runs.tolist(), both.tolist(), torch.nonzero(ids == 7).shape[0]
 
 
+def constants(sizes: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> Any:
+    """PyTorch's own fake tensors know those; Gemma 3n reads them."""
+    return torch.tensor(3).item(), bool(torch.tensor(2.0) > 1)
+
+
 def written_through_a_view(sizes: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> Any:
     row = ids[0]
     row[1:3] += 10
@@ -54,7 +59,7 @@ def written_through_a_view(sizes: torch.Tensor, ids: torch.Tensor, hidden: torch
     return ids.tolist()
 
 
-@pytest.mark.parametrize("code", [lengths, selected, made_of_values, written_through_a_view])
+@pytest.mark.parametrize("code", [lengths, selected, made_of_values, constants, written_through_a_view])
 def test_values_are_those_of_the_batch(code: Callable[..., Any]) -> None:
     before = IDS.clone()
     assert on_fakes(code) == code(SIZES, IDS.clone(), HIDDEN)

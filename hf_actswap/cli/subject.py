@@ -442,6 +442,8 @@ def _class_for(config: Any) -> Any:
         kind: own_code[kind.__name__].rpartition(".")[2] for kind in kinds if kind.__name__ in own_code
     }
     for kind in kinds:
+        if kind is AutoModelForSpeechSeq2Seq and not hasattr(config, "num_mel_bins"):
+            continue  # what it reads is not known (`speech_features`)
         if (model := kind._model_mapping.get(type(config), None)) is not None:
             made.setdefault(kind, model.__name__)
     if not made:

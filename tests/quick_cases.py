@@ -49,7 +49,7 @@ def runs_slow_cases(request: pytest.FixtureRequest) -> bool:
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Node ids of tests, and files, that are slow because they took more than `_MOST_S`, as `Measured` found."""
-_MOST_S, _MOST_OF_LAUNCHES_S = 0.8, 25.0
+_MOST_S, _MOST_OF_LAUNCHES_S = 0.6, 25.0
 
 
 class Measured:

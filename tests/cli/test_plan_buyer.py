@@ -103,25 +103,14 @@ LLAVA = {
     "text_config": TINY,
     "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **VISION},
 }
-WHISPER = {
-    "model_type": "whisper",
-    "architectures": ["WhisperForConditionalGeneration"],
-    "d_model": 32,
-    "vocab_size": 64,
-    "decoder_ffn_dim": 48,
-    "decoder_attention_heads": 2,
-    "decoder_layers": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+BERT = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 64, **VISION}
 
 
 @pytest.mark.parametrize(
     ("config", "named", "note"),
     [
         (LLAVA, "llava, 4 layers", "what images and sounds add"),
-        (WHISPER, "whisper as WhisperForCausalLM", ""),
+        (BERT, "bert as BertLMHeadModel", ""),
     ],
 )
 def test_models_of_images_are_a_step_of_text_and_a_decoder_alone_is_called_so(

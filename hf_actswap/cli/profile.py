@@ -53,7 +53,15 @@ from .step import (
     profile_of,
     rates_here,
 )
-from .subject import DTYPES, AnalysedModel, ModelError, parameters_of, random_model, subject
+from .subject import (
+    DTYPES,
+    AnalysedModel,
+    ModelError,
+    parameters_of,
+    random_model,
+    speech_features,
+    subject,
+)
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 3
 
@@ -129,7 +137,11 @@ def _random_batch(model: nn.Module, step: StepShape, device: torch.device) -> di
     config: Any = model.config
     shape, words = (step.sequences, step.tokens), config.get_text_config().vocab_size
     ids = torch.randint(0, words, shape, device=device)
-    return {"input_ids": ids, "labels": ids.clone()}  # two tensors: a model may change its labels
+    labels = ids[:, : step.label_tokens].clone()  # two tensors: a model may change its labels
+    if (features := speech_features(model, step.sequences)) is not None:
+        sounds = torch.randn(features.shape, dtype=features.dtype, device=device)
+        return {"input_features": sounds, "labels": labels}
+    return {"input_ids": ids, "labels": labels}
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

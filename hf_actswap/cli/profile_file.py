@@ -35,6 +35,7 @@ class _ModelFacts(TypedDict, total=False):
 
 
 class _StepFacts(TypedDict, total=False):
+    seq: Count
     autocast: AutocastName | None
     optimizer: OptimizerName | None
 
@@ -86,6 +87,7 @@ class ProfileFile:
         """
         sequences, tokens = (*self.profile.batch_shape, 0, 0)[:2]
         made = self.made_for.get("step", {})
+        tokens = made.get("seq", tokens)  # the shape is that of sounds, where these are read
         own = StepShape(sequences, tokens, self.profile.device, made.get("autocast"), made.get("optimizer"))
         problems = [
             Problem(f"{self.path}: {what}", str(wanted), str(has), f"Remove {option}, or record it anew.")

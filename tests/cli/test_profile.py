@@ -20,6 +20,7 @@ from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
 from hf_actswap.plan import model_structure
 from hf_actswap.planner import Profile, device_rates, profile_to_json
+from tests.plan.stacked_models import whisper
 
 from .conftest import TINY, Run
 
@@ -76,6 +77,18 @@ def test_measured_bytes_are_those_of_shapes(written: tuple[Path, Any], on_paper:
     assert all(ops[name]["forward_ms"] > 0 and ops[name]["rebuild_ms"] > 0 for name in ("self_attn", "mlp"))
     assert ops["mlp"]["rebuild_ms"] < ops["mlp"]["forward_ms"]  # the last product's result is kept
     assert found["outside_ms"] > 0  # the optimizer
+
+
+def test_a_model_of_speech_is_measured_with_sounds(run: Run, tmp_path: Path) -> None:
+    """``--seq`` is that of its text."""
+    model: Any = whisper()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    path, asked = tmp_path / "profile.json", ["--batch", "2", "--seq", "12"]
+    assert run("profile", tmp_path, *asked, "--device", "cpu", "--output", path).code == 0
+    found = run("plan", tmp_path, *asked, "--profile", path, "--json").document
+    assert (found["step"]["batch"], found["step"]["seq"]) == (2, 12)
+    assert found["model"]["parameters"] == sum(weight.numel() for weight in model.parameters())
 
 
 def test_a_plan_is_made_of_the_times_in_the_file(run: Run, model: Path, written: tuple[Path, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actswap.engine import EvictableTensors
 from hf_actswap.planner import op_hook
-from tests.planner.test_oom_guard import Device
+from tests.planner.test_oom_guard import Device, calls_in
 
 CPU = torch.device("cpu")
 
@@ -139,15 +138,11 @@ def test_it_traces_on_fake_tensors() -> None:
             hook.outputs(x + 1)
 
 
-def test_without_a_guard_it_costs_little() -> None:
+def test_without_a_guard_it_costs_few_calls() -> None:
     x = torch.randn(4)
-    best = min(_microseconds(x) for _ in range(5))
-    assert best < 30
 
-
-def _microseconds(x: torch.Tensor) -> float:
-    start = time.perf_counter()
-    for _ in range(500):
+    def hooked() -> None:
         with op_hook("op", (x, x)) as hook:
             hook.outputs(x)
-    return (time.perf_counter() - start) / 500 * 1e6
+
+    assert calls_in(hooked) <= 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -278,9 +277,7 @@ def test_a_model_and_a_batch_on_meta() -> None:
     with torch.device("meta"):
         model = type(real)(real.config).train()
     call = {key: item.to("meta") if torch.is_tensor(item) else item for key, item in call_of().items()}
-    start = time.perf_counter()
     profile = profile_from_shapes(model, model_structure(model), call, "H200")
-    assert time.perf_counter() - start < 10
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert profile == on_paper(real)
 

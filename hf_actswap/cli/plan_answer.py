@@ -308,7 +308,7 @@ def _fates_shown(asked: PlanRequest) -> Callable[[MemoryPlan, Profile], Table]:
 
 def _write(path: str, found: SearchResult) -> None:
     model = found.subject.model
-    made_for = fingerprint_of(model, (found.step.sequences, found.step.tokens), quantised_weights(model))
+    made_for = fingerprint_of(model, found.profile.batch_shape, quantised_weights(model))
     limit = found.budget_bytes if found.memory.budget_gib is not None else None
     plan = with_stored_names(found.plan, found.subject)
     plan = replace(plan, fingerprint=made_for, device_memory_bytes=limit)

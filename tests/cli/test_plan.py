@@ -365,9 +365,13 @@ def modernbert() -> nn.Module:
 
 @pytest.mark.parametrize(("make", "targets"), [(t5, 12), (bart, 12), (whisper, 12), (modernbert, None)])
 def test_models_with_an_encoder_are_planned_whole(
-    run: Run, tmp_path: Path, make: Callable[[], nn.Module], targets: int | None
+    run: Run,
+    tmp_path: Path,
+    make: Callable[[], nn.Module],
+    targets: int | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The plan is trained with: the same gradients, and what it recomputes is recomputed."""
+    """The plan is trained with: the same gradients, recomputed as planned, and no word of another batch."""
     model: Any = make().train()
     model.config.use_cache = False
     model.config.architectures = [type(model).__name__]
@@ -391,9 +395,10 @@ def test_models_with_an_encoder_are_planned_whole(
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     expected = gradients()
-    with apply(model, tmp_path / "plan.json") as applied:
+    with caplog.at_level("INFO", logger="hf_actswap"), apply(model, tmp_path / "plan.json") as applied:
         assert_equal(gradients(), expected)
     assert applied.stats().recomputes > 0
+    assert "was made for micro-batches" not in caplog.text
 
 
 def test_targets_are_those_of_an_encoder_and_a_decoder(run: Run, tiny: Path) -> None:

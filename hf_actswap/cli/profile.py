@@ -57,9 +57,9 @@ from .subject import (
     DTYPES,
     AnalysedModel,
     ModelError,
+    batch_on_meta,
     parameters_of,
     random_model,
-    speech_features,
     subject,
 )
 
@@ -135,13 +135,14 @@ def median_times(profiles: Sequence[Profile]) -> Profile:
 
 def _random_batch(model: nn.Module, step: StepShape, device: torch.device) -> dict[str, torch.Tensor]:
     config: Any = model.config
-    shape, words = (step.sequences, step.tokens), config.get_text_config().vocab_size
-    ids = torch.randint(0, words, shape, device=device)
-    labels = ids[:, : step.label_tokens].clone()  # two tensors: a model may change its labels
-    if (features := speech_features(model, step.sequences)) is not None:
-        sounds = torch.randn(features.shape, dtype=features.dtype, device=device)
-        return {"input_features": sounds, "labels": labels}
-    return {"input_ids": ids, "labels": labels}
+    words = config.get_text_config().vocab_size
+    empty = batch_on_meta(model, step.sequences, step.tokens, step.label_tokens)
+    return {
+        name: torch.randn(one.shape, dtype=one.dtype, device=device)
+        if one.is_floating_point()
+        else torch.randint(0, words, one.shape, device=device)
+        for name, one in empty.items()
+    }
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

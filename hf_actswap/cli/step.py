@@ -39,7 +39,7 @@ from ..planner.states.in_backward import KEY
 from ..planner.states.optimizer_states import DEFAULT_SHARE
 from ..planner.states.state_bytes import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName, Sharding
-from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear, speech_features
+from .subject import DTYPES, AnalysedModel, ModelError, QuantisedLinear, batch_on_meta
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -247,15 +247,9 @@ def _from_shapes(
     workspaces: bool,
 ) -> Profile:
     parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
-    # Two tensors: a model may change its labels.
-    lengths = {"input_ids": tokens, **({"labels": target_tokens} if has_loss else {})}
-    batch = {
-        name: torch.empty(sequences, length, dtype=torch.long, device="meta")
-        for name, length in lengths.items()
-    }
-    if (features := speech_features(found.model, sequences)) is not None:
-        del batch["input_ids"]
-        batch["input_features"] = features
+    batch = batch_on_meta(found.model, sequences, tokens, target_tokens)
+    if not has_loss:
+        del batch["labels"]
     mixed = torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext()
     try:
         with mixed, ExitStack() as tiled:

@@ -73,10 +73,8 @@ class AnalysedModel:
         base = f", {self.quantize} base" if self.quantize else ""
         part = f", {self.trained / 1e6:.2f} M trained" if self.trained < self.parameters else ""
         kind = self.shape.family or self.name
-        made, named = (
-            type(_unadapted(self.model)).__name__,
-            getattr(self.model.config, "architectures", None) or (),
-        )
+        made = type(_unadapted(self.model)).__name__
+        named = getattr(self.model.config, "architectures", None) or ()
         if named and made not in named:
             kind += f" as {made}"
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
@@ -359,7 +357,7 @@ def _adapted(model: nn.Module, lora: Lora, device: torch.device, in_fp32: bool) 
 
 def _peft_task(model: nn.Module) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):  # PEFT's own class for them hands on no features
-        return None if main_input(model) == "input_features" else "SEQ_2_SEQ_LM"
+        return None if _reads_features(model) else "SEQ_2_SEQ_LM"
     return "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
 
 
@@ -368,23 +366,31 @@ def _unadapted(model: nn.Module) -> Any:
     return getattr(model, "get_base_model", lambda: model)()
 
 
-def main_input(model: nn.Module) -> str:
-    """Return the name of what a model reads: ``input_ids``, or ``input_features`` of speech."""
-    return str(getattr(_unadapted(model), "main_input_name", "input_ids"))
-
-
-def speech_features(model: nn.Module, sequences: int) -> torch.Tensor | None:
-    """Return features as Whisper reads them, ``[sequences, mel bins, frames]``, on ``meta``; else ``None``.
-
-    Its encoder takes one length only, 30 seconds (`WhisperEncoder.forward`).
-    """
+def _reads_features(model: nn.Module) -> bool:
+    """Whether a model reads features of sounds of one length, as Whisper does."""
     inner = _unadapted(model)
-    bins, positions = (getattr(inner.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
-    if main_input(model) != "input_features" or bins is None or positions is None:
-        return None
-    encoder = inner.get_encoder()
-    frames = positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
-    return torch.empty(sequences, bins, frames, dtype=inner.dtype, device="meta")
+    of_one_length = hasattr(inner.config, "num_mel_bins") and hasattr(inner.config, "max_source_positions")
+    return of_one_length and getattr(inner, "main_input_name", "") == "input_features"
+
+
+def batch_on_meta(
+    model: nn.Module, sequences: int, tokens: int, label_tokens: int
+) -> dict[str, torch.Tensor]:
+    """Return what a model is given in a step: ids ``[sequences, tokens]``, and labels for some of them.
+
+    In place of ids Whisper reads features ``[sequences, mel bins, frames]``; its encoder takes one length
+    only, 30 seconds (`WhisperEncoder.forward`).
+    """
+    with torch.device("meta"):
+        labels = torch.empty(sequences, label_tokens, dtype=torch.long)
+        if not _reads_features(model):
+            # Two tensors: a model may change its labels.
+            return {"input_ids": torch.empty(sequences, tokens, dtype=torch.long), "labels": labels}
+        inner = _unadapted(model)
+        config, encoder = inner.config, inner.get_encoder()
+        frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        features = torch.empty(sequences, config.num_mel_bins, frames, dtype=inner.dtype)
+        return {"input_features": features, "labels": labels}
 
 
 def random_model(
@@ -443,16 +449,15 @@ def _class_for(config: Any) -> Any:
     }
     for kind in kinds:
         if kind is AutoModelForSpeechSeq2Seq and not hasattr(config, "num_mel_bins"):
-            continue  # what it reads is not known (`speech_features`)
+            continue  # what it reads is not known (`batch_on_meta`)
         if (model := kind._model_mapping.get(type(config), None)) is not None:
             made.setdefault(kind, model.__name__)
     if not made:
         raise ValueError(f"a {type(config).__name__}, for which it has none")
     named = [kind for kind in made if made[kind] in (config.architectures or ())]
-    if config.is_encoder_decoder and AutoModelForCausalLM not in named:
-        for kind in whole:
-            if kind in made:
-                return kind
+    found = next((kind for kind in whole if kind in made), None)
+    if found is not None and config.is_encoder_decoder and AutoModelForCausalLM not in named:
+        return found
     return AutoModelForMaskedLM if named == [AutoModelForMaskedLM] else next(iter(made))
 
 

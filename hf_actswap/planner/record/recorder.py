@@ -341,7 +341,6 @@ class OpEventLog:
         assert self._since is not None
         now, made = self._clock.stamp(), end_node - self._first_node
         num_ops = (self._nodes.get(self._call) or made) if made else 0
-        self._call[1].rpartition(".")[2]
         row = _Row(
             call=self._call,
             first_order=self._rows[-1].last_order + 1 if self._rows else 1,

@@ -157,7 +157,7 @@ bool gathers(const std::string& name) {
   return names.count(name) > 0;
 }
 
-// Of products of groups: of rows, columns or the inner dimension, or batches.
+// FLOP of products of groups: of rows, columns or the inner dimension, or batches.
 double grouped_flop(const at::Tensor& left, const at::Tensor& right) {
   double batches = left.dim() == 3 && right.dim() == 3 ? left.size(0) : 1;
   return 2 * batches * left.size(-2) * left.size(-1) * right.size(-1);

@@ -96,11 +96,12 @@ from .autograd_state import running_backward
 from .hook_wrappers import Undo, replace_forward, replace_method
 from .host_budget import slab_source
 from .host_memory import available_bytes, margin_bytes, room_beyond
-from .host_pool import HostBuffer, HostPool
+from .host_pool import HostPool
+from .moving_block import MovingBlock
 from .owners import parameter_places
 from .stats import Counters, SwapStats
 from .tickets import StaleTensorError, View, keep, restore
-from .transfer import COMPLETE, Copy, Transfer, transfer_of
+from .transfer import Transfer, transfer_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,11 +171,9 @@ class LayerWeights:
         self.held, self.size_bytes = held, size_bytes
         self.needed_in_backward, self.running = True, False
         self._read = read
-        self._host: HostBuffer | None = None
+        self._block: MovingBlock | None = None
         self._on_host: tuple[torch.Tensor, ...] = ()
-        self._block: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, ...] = ()
-        self._copy: Copy | None = None
         self._versions: list[int] = []
         self._words, self._places, self._sample = (torch.empty(0, dtype=torch.int64) for _ in range(3))
         self.edition = 0
@@ -182,7 +181,7 @@ class LayerWeights:
     @property
     def on_device(self) -> bool:
         """Whether the device has a copy, or one is on its way."""
-        return self._block is not None
+        return self._block is not None and self._block.target is not None
 
     @property
     def is_exchanged(self) -> bool:
@@ -192,7 +191,9 @@ class LayerWeights:
         place = module._parameters if name in module._parameters else module._buffers
         return place.get(name) is not weight.tensor
 
-    def to_host(self, pool: HostPool, before: HostPool | None) -> None:
+    def to_host(
+        self, pool: HostPool, before: HostPool | None, transfer: Transfer, counters: Counters
+    ) -> None:
         """Move the weights to a block of ``pool`` (from the pool ``before``, if they are in one already)."""
         views = []
         with torch.no_grad(), _disable_current_modes():  # a meter of the device does not count the block
@@ -209,24 +210,25 @@ class LayerWeights:
                 views.append(view)
             self._words, self._places = whole.view(torch.int64), self._sampled_places()
             self._sample = self._words[self._places]
-        if before is not None and self._host is not None:
-            before.give_back(self._host)
-        self._host, self._on_host = host, tuple(views)
+        if before is not None and self._block is not None:
+            before.give_back(self._block.host)
+        self._block, self._on_host = MovingBlock(host, transfer, counters, "host"), tuple(views)
         self._versions = self._present_versions()
 
     def restore_origin(self, pool: HostPool) -> None:
         """Give the weights memory of their own again, on the device that they came from."""
         self.drop()
-        host, self._host, self._on_host = self._host, None, ()
+        block, self._block, self._on_host = self._block, None, ()
         self._words = torch.empty(0, dtype=torch.int64)
-        if host is None:
+        if block is None:
             return
         for weight in self.held:
             own = torch.empty_strided(
                 weight.view.shape, weight.view.stride, dtype=weight.view.dtype, device=weight.origin
             )
             weight.tensor.data = own.copy_(weight.tensor.detach())
-        pool.give_back(host)
+        block.end()
+        pool.give_back(block.host)
 
     def note_outside_writes(self) -> None:
         """If somebody has written the weights since their last use, forget the device copy."""
@@ -237,7 +239,7 @@ class LayerWeights:
 
     def note_silent_writes(self) -> None:
         """As `note_outside_writes`, also if no version tells, from a sample of the words of each weight."""
-        if self._host is not None and not torch.equal(self._words[self._places], self._sample):
+        if self._block is not None and not torch.equal(self._words[self._places], self._sample):
             self._forget_copy()
 
     def _forget_copy(self) -> None:
@@ -272,28 +274,31 @@ class LayerWeights:
             now.data = view
         return changed
 
-    def fetch(self, transfer: Transfer, counters: Counters, late: bool) -> None:
+    def copied_by(self, transfer: Transfer) -> None:
+        """Let ``transfer``, of another device, copy from now on."""
+        if self._block is not None:
+            self._block.transfer = transfer
+
+    def fetch(self, late: bool) -> None:
         """Start the copy in, unless the device has the weights."""
-        if self._block is not None or self._host is None:
+        block = self._block
+        if block is None or block.target is not None:
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may serve a training forward later
-            self._block, self._copy = transfer.reload(self._host, COMPLETE)
-            self._views = tuple(weight.view.on(self._block, 0) for weight in self.held)
-        counters.prefetches += 1
-        counters.late_prefetches += late
-        counters.prefetched_bytes += self.size_bytes
+            target = block.reload()
+            self._views = tuple(weight.view.on(target, 0) for weight in self.held)
+        block.counters.late_prefetches += late
 
-    def settle(self, counters: Counters) -> None:
+    def settle(self) -> None:
         """Make compute wait for the copy in, before anything reads it; on each stream that reads it."""
-        if self._copy is not None:
-            counters.stalled(self._copy.wait())
+        if self._block is not None and self._block.target is not None:
+            self._block.settle()
 
     def drop(self) -> None:
         """Drop the device copy. What still refers to it keeps its memory: a running node, a recomputation."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.wait()  # else compute would use the memory again while the copy still writes it
-        self._block, self._views = None, ()
+        if self._block is not None:
+            self._block.drop()
+        self._views = ()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -316,15 +321,15 @@ class LayerWeights:
 
     def packing(self) -> AbstractContextManager[object]:
         """Return a context in which autograd saves tickets of the weights, and other hooks get the rest."""
-        block = self._block
-        if block is None or not torch.is_grad_enabled():
+        target = None if self._block is None else self._block.target
+        if target is None or not torch.is_grad_enabled():
             return nullcontext()
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             outer = _detached, restore
         elif getattr(outer[0], "func", None) is _pack and outer[0].args[0] is self:
             return nullcontext()  # they are the innermost already
-        pack = partial(_pack, self, storage_key(block), outer[0])
+        pack = partial(_pack, self, storage_key(target), outer[0])
         return torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer[1]))
 
     def read(self, view: View, edition: int) -> torch.Tensor:
@@ -332,8 +337,8 @@ class LayerWeights:
         self._read(self)
         if edition != self.edition:
             raise StaleTensorError(view.shape, edition, self.edition, self.path)
-        if self._block is not None:
-            return view.on(self._block, 0)
+        if self._block is not None and self._block.target is not None:
+            return view.on(self._block.target, 0)
         # The graph has outlived `remove`: each weight has memory of its own again.
         start_bytes = view.range_bytes[0]
         weight = max(
@@ -545,7 +550,8 @@ class FrozenWeights:
         """Be ready to copy to ``device``: drop copies elsewhere, and move the weights to memory for it."""
         for layer in self.layers:
             layer.drop()
-        overlaps = self.transfer(device).overlaps
+        transfer = self.transfer(device)
+        overlaps = transfer.overlaps
         if self._pool is None or overlaps > self._pinned:
             available = available_bytes()
             room = room_beyond(0 if available is None else margin_bytes(available))
@@ -554,8 +560,10 @@ class FrozenWeights:
             if self._pool is not None:
                 self._pool.close()
             for layer in self.layers:
-                layer.to_host(pool, self._pool)
+                layer.to_host(pool, self._pool, transfer, self._counters)
             self._pool, self._pinned = pool, overlaps
+        for layer in self.layers:
+            layer.copied_by(transfer)
         self._device = device
 
     def _wrap(self, layer: LayerWeights) -> None:
@@ -663,18 +671,17 @@ class FrozenWeights:
             if layer.position == 0 and not backward and self._task == -1:
                 self._forward_begins()
             layer.note_outside_writes()
-            transfer = self.transfer(device)
             window, ahead = self._window(layer.position, backward)
             for other in self.layers:  # first, so that the new layer can have the memory
                 if other.position not in window and other.on_device and not other.running:
                     other.drop()
-            layer.fetch(transfer, self._counters, late=True)
+            layer.fetch(late=True)
             for position in ahead:
                 other = self.layers[position]
                 if other.needed_in_backward or not backward:
                     other.note_outside_writes()
-                    other.fetch(transfer, self._counters, late=False)
-            layer.settle(self._counters)
+                    other.fetch(late=False)
+            layer.settle()
         finally:
             self.moving = False
 

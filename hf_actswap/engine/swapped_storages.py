@@ -49,6 +49,7 @@ from .auto_windows import AutoForward, AutoWindows, Key
 from .autograd_state import next_node_number
 from .fates import Action, FateTable
 from .host_pool import HostBuffer, HostPool, mapped
+from .moving_block import MovingBlock
 from .schedule import (
     Backward,
     CrossingReleases,
@@ -60,7 +61,7 @@ from .schedule import (
 )
 from .stats import Counters
 from .tickets import Place, StaleTensorError, SwapGroup, SwapTicket, Ticket, View, keep
-from .transfer import Transfer, WatchedTransfer
+from .transfer import BlockingTransfer, Transfer, WatchedTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -353,8 +354,8 @@ class EvictableTensors:
         min_tensor_bytes: smaller storages stay.
 
     Attributes:
-        evictions, evicted_bytes: copies to the host so far, and their bytes.
-        reloads: copies back so far.
+        counters: its offloads are evictions, its prefetches copies back.
+        blocking: copies them.
         away_bytes: bytes that backward is still to read and that are not on the device now.
         around_copies: makes a context for each copy out or back, for who measures time.
     """
@@ -368,8 +369,14 @@ class EvictableTensors:
         self._known: dict[int, weakref.ref[EvictableStorage]] = {}
         self._lock = threading.RLock()
         self._uses_of_one = _uses(one.untyped_storage())
-        self.evictions = self.evicted_bytes = self.reloads = self.away_bytes = 0
+        self.counters, self.away_bytes = Counters(), 0
+        self.blocking = BlockingTransfer(self.device)  # memory is short: who frees some waits for it
         self.around_copies: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes copied to the host so far."""
+        return self.counters.offloaded_bytes
 
     def keep(self, tensor: torch.Tensor) -> Ticket:
         """Make the ticket of a detached tensor that stays on the device until memory runs out.
@@ -437,9 +444,9 @@ class EvictableStorage:
         self._versions: dict[int, int] = {}
         self._views: dict[int, View] = {}
         self._stale: dict[int, int] = {}
-        self._host: HostBuffer | None = None
+        self._block: MovingBlock | None = None  # there is none before an eviction
         self._pool: HostPool | None = None
-        self._block: torch.Tensor | None = None
+        self._read_version = 0
         self._home: torch.Stream | None = None
         self._unread: set[int] = set()
         self._away = False
@@ -455,9 +462,7 @@ class EvictableStorage:
         """Note that a ticket was freed. The garbage collector calls it too, so it takes no lock."""
         self._tensors.pop(number, None)
         self._views.pop(number, None)
-        self._unread.discard(number)
-        if not self._unread:
-            self._block = None
+        self._has_read(number)
 
     def read(self, number: int) -> torch.Tensor:
         tensor = self._tensors.get(number)
@@ -470,16 +475,18 @@ class EvictableStorage:
 
     def idle_bytes(self) -> int:
         """Bytes that `drop_reloaded` or `evict` would free now, host memory permitting."""
-        block = self._block
-        idle = self._is_idle() if block is None else self._held_by(1, block)
+        target = self._target()
+        idle = self._is_idle() if target is None else self._held_by(1, target)
         return self._size_bytes if idle else 0
 
     def drop_reloaded(self) -> int:
         """Free the block that was read back, unless it is in use; return the bytes freed."""
-        block = self._block
-        if block is None or not self._held_by(1, block) or block._version != 0:
+        block, target = self._block, self._target()
+        if block is None or target is None:
             return 0
-        self._block = None
+        if not self._held_by(1, target) or target._version != self._read_version:
+            return 0
+        block.hand_over()
         self._unread.clear()
         self._goes_away(True)
         return self._size_bytes
@@ -488,51 +495,52 @@ class EvictableStorage:
         """Move to the host, unless it is in use or there already; return the bytes freed."""
         if not self._is_idle():
             return 0
-        host = self._new_host()
-        if host is None:
+        block = self._new_block()
+        if block is None:
             return 0
-        self._copy_out(host)
+        self._copy_out(block)
         for number, tensor in list(self._tensors.items()):
             self._views[number] = View.of(tensor)
             if tensor._version != self._versions[number]:
                 self._stale[number] = tensor._version
-        self._host = host
+        self._block = block
         self._tensors = {}
         self._goes_away(True)
-        self._idle.evictions += 1
-        self._idle.evicted_bytes += self._size_bytes
         return self._size_bytes
 
     def _read_reloaded(self, number: int) -> torch.Tensor:
         view, stale = self._views[number], self._stale.get(number)
         if stale is not None:
             raise StaleTensorError(view.shape, self._versions[number], stale)
-        block = self._block
-        if block is None:
-            block = self._reload()
-        if block._version != 0:
-            raise StaleTensorError(view.shape, 0, block._version)
+        target = self._target()
+        if target is None:
+            target = self._reload()
+        if target._version != self._read_version:
+            raise StaleTensorError(view.shape, self._read_version, target._version)
         reader = self._stream()
         if reader is not None and reader != self._home:
-            block.record_stream(reader)  # its memory goes back to the stream that has reloaded it
+            target.record_stream(reader)  # its memory goes back to the stream that has reloaded it
+        self._has_read(number)
+        return view.on(target, 0)
+
+    def _has_read(self, number: int) -> None:
         self._unread.discard(number)
-        if not self._unread:
-            self._block = None
-        return view.on(block, 0)
+        if not self._unread and self._block is not None and self._block.target is not None:
+            self._block.hand_over()
 
     def _reload(self) -> torch.Tensor:
-        host = self._host
-        if host is None:
+        if self._block is None:
             raise RuntimeError("an evicted tensor has no host copy")
         # These are ordinary ops: a guard against out-of-memory sees them and frees memory.
         with self._idle.around_copies(), torch.no_grad():
-            block = host.new_block(self.device)
-            for part, target in host.pairs(block):
-                target.data.copy_(part)  # leaves the version as it is: the data is the same
-        self._block, self._unread, self._home = block, set(self._views), self._stream()
+            target = self._block.reload()
+            self._block.settle()
+        self._read_version, self._unread, self._home = target._version, set(self._views), self._stream()
         self._goes_away(False)
-        self._idle.reloads += 1
-        return block
+        return target
+
+    def _target(self) -> torch.Tensor | None:
+        return None if self._block is None else self._block.target
 
     def _stream(self) -> torch.Stream | None:
         return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
@@ -552,7 +560,7 @@ class EvictableStorage:
         uses = self._idle._uses_of_one + tensors - 1
         return storage.nbytes() == self._size_bytes and _uses(storage) == uses
 
-    def _new_host(self) -> HostBuffer | None:
+    def _new_block(self) -> MovingBlock | None:
         self._pool = self._idle.pool
         if self._pool is not None:
             host = self._pool.take(self._size_bytes)
@@ -562,26 +570,24 @@ class EvictableStorage:
             except (OSError, MemoryError, RuntimeError) as error:
                 logger.warning("No more host memory (%s): nothing can be evicted.", str(error))
                 return None
-        if host is not None:
-            host.hold(torch.uint8, torch.Size([self._size_bytes]))
-        return host
+        return None if host is None else MovingBlock(host, self._idle.blocking, self._idle.counters)
 
-    def _copy_out(self, host: HostBuffer) -> None:
+    def _copy_out(self, block: MovingBlock) -> None:
         """Copy the whole storage. A method of its own, so that no variable holds the storage afterwards."""
         first = next(iter(self._tensors.values()))
         with torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=self.device)
             whole.set_(first.untyped_storage(), 0, (self._size_bytes,), (1,))
-            for target, part in host.pairs(whole):
-                target.copy_(part)
+            block.leave(whole)
+            block.release()
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket. The address is free only after this.
         self._goes_away(False)
         self._idle.forget(self._key, self)
         _free_weak_ref(self._key)
-        if self._pool is not None and self._host is not None:
-            self._pool.give_back(self._host)
+        if self._pool is not None and self._block is not None:
+            self._pool.give_back(self._block.host)
 
 
 class EvictableTicket:

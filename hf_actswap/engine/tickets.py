@@ -28,8 +28,9 @@ import torch
 
 from ..plan.saved_bytes import moved_range
 from .host_pool import HostBuffer, HostPool
+from .moving_block import MovingBlock
 from .stats import Counters
-from .transfer import Copy, Transfer
+from .transfer import Transfer
 
 
 class View(NamedTuple):
@@ -152,7 +153,7 @@ def _flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
-class SwapGroup:
+class SwapGroup(MovingBlock):
     """One swapped storage: its device copy, then its host copy, then a device copy again.
 
     It is also the ticket of ``source``.
@@ -165,17 +166,11 @@ class SwapGroup:
 
     __slots__ = (
         "__weakref__",
-        "_copy_out",
-        "_counters",
-        "_fetched",
         "_fetched_version",
-        "_host",
         "_pool",
-        "_source",
         "_stale_version",
         "_storage",
         "_tickets",
-        "_transfer",
         "_unread",
         "_view",
         "fetches",
@@ -199,22 +194,16 @@ class SwapGroup:
         prefetch_ops: int,
     ) -> None:
         self._storage = storage._weak_ref()  # keeps its address from being reused
+        super().__init__(host, transfer, counters)
         self._view, _, self.range_bytes, self.whole = place
         self.prefetch_ops = prefetch_ops
         self.last_use = self.fetches = self.has_read = self._unread = self._fetched_version = 0
         self._tickets = 1
         self.version = source._version
         self._stale_version: int | None = None
-        self._source: torch.Tensor | None = source
-        self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
-        self._fetched: tuple[torch.Tensor, Copy] | None = None
-        if self.whole is None:
-            source = _flat(source, *self.range_bytes)
-        host.hold(source.dtype, source.shape)
+        self.leave(source, None if self.whole is not None else _flat(source, *self.range_bytes))
         # In one statement, so that no interrupt comes between the two: `__del__` undoes both.
-        self._copy_out, counters.live_swaps = transfer.offload(source, host), counters.live_swaps + 1
-        counters.offloads += 1
-        counters.offloaded_bytes += host.size_bytes
+        self._pool, counters.live_swaps = pool, counters.live_swaps + 1
 
     def covers(self, view: View, version: int) -> bool:
         """Whether the copy holds what ``view`` shows, as it is at ``version``."""
@@ -227,28 +216,16 @@ class SwapGroup:
 
     def release(self) -> None:
         """Wait for the copy out, then free the device memory."""
-        if self._source is None:
-            return
-        waited = self._copy_out.wait()
-        if waited is not None:
-            self._counters.stalled(waited)
-        if self._source._version != self.version:
-            self._stale_version = self._source._version
-        self._source = None
+        if self.source is not None and self.source._version != self.version:
+            self._stale_version = self.source._version
+        super().release()
 
-    def fetch(self) -> None:
-        """Start the copy back, unless the device still has the data."""
-        if self._fetched is None and self._source is None and self._stale_version is None:
-            self._reload()
-
-    def _reload(self) -> tuple[torch.Tensor, Copy]:
-        self._fetched = fetched = self._transfer.reload(self._host, self._copy_out)
-        self._fetched_version = fetched[0]._version
+    def reload(self) -> torch.Tensor:
+        target = super().reload()
+        self._fetched_version = target._version
         self.fetches += 1
         self._unread = self._tickets
-        self._counters.prefetches += 1
-        self._counters.prefetched_bytes += self._host.size_bytes
-        return fetched
+        return target
 
     @property
     def group(self) -> SwapGroup:
@@ -259,32 +236,29 @@ class SwapGroup:
 
     def read(self, ticket: SwapTicket | SwapGroup, view: View) -> torch.Tensor:
         """Return ``view`` of the data on the device; after the last reader the device copy is dropped."""
-        source = self._source
+        source = self.source
         if source is not None and source._version != self.version:
             self._stale_version = source._version
         if self._stale_version is not None:
             raise StaleTensorError(self._view.shape, self.version, self._stale_version)
         if source is not None:
             return source if view is self.whole else view.on(source, 0)
-        fetched = self._fetched
-        if fetched is None:
-            fetched = self._reload()
-            self._counters.late_prefetches += 1
-        block, copy = fetched
-        waited = copy.wait()  # each reader: it may run on a stream of its own
-        if waited is not None:
-            self._counters.stalled(waited)
-        if block._version != self._fetched_version:
-            raise StaleTensorError(view.shape, self._fetched_version, block._version)
-        if view is self.whole and block.dtype is view.dtype and block.stride() == view.stride:
-            tensor = block
+        target = self.target
+        if target is None:
+            target = self.reload()
+            self.counters.late_prefetches += 1
+        self.settle()
+        if target._version != self._fetched_version:
+            raise StaleTensorError(view.shape, self._fetched_version, target._version)
+        if view is self.whole and target.dtype is view.dtype and target.stride() == view.stride:
+            tensor = target
         else:
-            tensor = view.on(block, self.range_bytes[0])
+            tensor = view.on(target, self.range_bytes[0])
         if ticket.has_read != self.fetches:
             ticket.has_read = self.fetches
             self._unread -= 1
             if not self._unread:
-                self._fetched = None
+                self.hand_over()
         return tensor
 
     def join(self) -> int:
@@ -292,25 +266,21 @@ class SwapGroup:
         self._tickets += 1
         return self.fetches
 
-    def leave(self, ticket: SwapTicket) -> None:
+    def ticket_freed(self, ticket: SwapTicket) -> None:
+        """Note that a ticket was freed; one that has not read what was fetched will not read it."""
         self._tickets -= 1
-        if self._fetched is not None and ticket.has_read != self.fetches:
+        if self.target is not None and ticket.has_read != self.fetches:
             self._unread -= 1
             if not self._unread:
-                self._counters.stalled(self._fetched[1].wait())  # else it may still be written
-                self._fetched = None
+                self.drop()
 
     def __del__(self) -> None:
-        # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
+        # Reached when autograd has dropped the last ticket; a half-built group has no pool yet.
         _free_weak_ref(self._storage)
-        if hasattr(self, "_copy_out"):
-            if self._fetched is not None:
-                self._fetched[1].wait()
-            if self._source is not None:
-                self._copy_out.wait()
-            self._transfer.host_reader_done(self._host)
-            self._pool.give_back(self._host)
-            self._counters.live_swaps -= 1
+        if hasattr(self, "_pool"):
+            self.end()
+            self._pool.give_back(self.host)
+            self.counters.live_swaps -= 1
 
 
 class SwapTicket:
@@ -327,4 +297,4 @@ class SwapTicket:
         return self.group.read(self, self._view)
 
     def __del__(self) -> None:
-        self.group.leave(self)
+        self.group.ticket_freed(self)

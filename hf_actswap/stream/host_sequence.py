@@ -22,15 +22,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from ..config.sizes import gib_text
-from ..engine.host_pool import HostBuffer, HostPool
+from ..engine.host_pool import HostPool
+from ..engine.moving_block import MovingBlock
 from ..engine.stats import Counters
-from ..engine.transfer import Copy, Transfer
+from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
 from ..plan import MemoryPlan
 from ..plan.actions import Scope
@@ -43,14 +44,8 @@ _MAX_PENDING_OFFLOADS = 4
 Key = Hashable
 
 
-@dataclass
-class _Entry:
-    """The tensors of one key in host memory, with one host block for each."""
-
-    hosts: list[HostBuffer] = field(default_factory=list)
-    written: list[Copy] = field(default_factory=list)
-    leaving: tuple[torch.Tensor, ...] | None = None
-    coming: list[tuple[torch.Tensor, Copy]] = field(default_factory=list)
+Blocks = list[MovingBlock]
+"""The tensors of one key, a block for each."""
 
 
 class HostSequence:
@@ -64,11 +59,11 @@ class HostSequence:
 
     def __init__(self, pool: HostPool, transfer: Transfer, counters: Counters) -> None:
         self._pool, self._transfer, self._counters = pool, transfer, counters
-        self._entries: dict[Key, _Entry] = {}
-        self._leaving: deque[_Entry] = deque()
+        self._blocks: dict[Key, Blocks] = {}
+        self._leaving: deque[Blocks] = deque()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._entries
+        return key in self._blocks
 
     def make_ready(self, size_bytes: int, longest: Callable[[int], int]) -> None:
         """Start page-locking the host memory that the sequence needs; `PlanError` if that is over the limit.
@@ -95,72 +90,54 @@ class HostSequence:
         if not all(tensor.is_contiguous() for tensor in tensors):
             layouts = ", ".join(f"{list(item.shape)} with strides {list(item.stride())}" for item in tensors)
             raise ValueError(f"host memory for {key}: expected contiguous tensors, found shapes {layouts}.")
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry()
+        blocks = self._blocks.get(key)
+        if blocks is None:
+            blocks = self._blocks[key] = []
             for tensor in tensors:
                 if (host := self._pool.take(tensor.nbytes)) is None:
                     raise _no_host_memory(f"no {tensor.nbytes:,} bytes more")
-                entry.hosts.append(host)
-        self._has_left(entry)
-        entry.written = []
-        for tensor, host in zip(tensors, entry.hosts, strict=True):
-            host.hold(tensor.dtype, tensor.shape)
-            entry.written.append(self._transfer.offload(tensor, host))
-            self._counters.offloads += 1
-            self._counters.offloaded_bytes += tensor.nbytes
-        entry.leaving = tensors
-        self._leaving.append(entry)
+                blocks.append(MovingBlock(host, self._transfer, self._counters))
+        _release(blocks)
+        for block, tensor in zip(blocks, tensors, strict=True):
+            block.leave(tensor)
+        self._leaving.append(blocks)
         while len(self._leaving) > _MAX_PENDING_OFFLOADS:
-            self._has_left(self._leaving.popleft())
+            _release(self._leaving.popleft())
 
     def prefetch(self, key: Key) -> None:
         """Start the copies of a key to the device, unless the key is unknown or they were started already."""
-        entry = self._entries.get(key)
-        if entry is None or entry.coming:
-            return
-        for host, written in zip(entry.hosts, entry.written, strict=True):
-            entry.coming.append(self._transfer.reload(host, written))
-            self._counters.prefetches += 1
-            self._counters.prefetched_bytes += host.size_bytes
+        for block in self._blocks.get(key, ()):
+            if block.target is None:
+                block.reload()  # behind the copy out, which may still run
 
     def fetch(self, key: Key) -> list[torch.Tensor]:
         """Return the tensors of a key on the device, after compute waits for their copies."""
-        entry = self._entries[key]
-        if not entry.coming:
-            self.prefetch(key)
-            self._counters.late_prefetches += len(entry.coming)
-        coming, entry.coming = entry.coming, []
-        for _, copy in coming:
-            self._counters.stalled(copy.wait())
-        return [tensor for tensor, _ in coming]
+        blocks = self._blocks[key]
+        self._counters.late_prefetches += sum(block.target is None for block in blocks)
+        self.prefetch(key)
+        for block in blocks:
+            block.settle()
+        return [block.hand_over() for block in blocks]
 
     def drop(self, key: Key) -> None:
         """Free the host memory of a key, after its copies; unknown keys are ignored."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        self._has_left(entry)
-        for _, copy in entry.coming:
-            copy.wait()
-        for host in entry.hosts:
-            self._transfer.host_reader_done(host)
-            self._pool.give_back(host)
+        for block in self._blocks.pop(key, ()):
+            block.end()
+            self._pool.give_back(block.host)
 
     def close(self) -> None:
         """Drop everything. Safe to call again."""
-        for key in list(self._entries):
+        for key in list(self._blocks):
             self.drop(key)
         self._leaving.clear()
 
     def __del__(self) -> None:
         self.close()  # the graph has died without a backward
 
-    def _has_left(self, entry: _Entry) -> None:
-        if entry.leaving is not None:
-            for copy in entry.written:
-                self._counters.stalled(copy.wait())
-            entry.leaving = None
+
+def _release(blocks: Blocks) -> None:
+    for block in blocks:
+        block.release()
 
 
 def _no_host_memory(found: str) -> PlanError:

@@ -325,9 +325,9 @@ def test_a_copy_back_before_the_release_is_found(monkeypatch: pytest.MonkeyPatch
     """The engine with a fault: copies back do not ask whether the device still has the data."""
 
     def fetch_at_once(group: SwapGroup) -> None:
-        source, group._source = group._source, None
+        place, group.place = group.place, "host"
         fetch(group)
-        group._source = source
+        group.place = place
 
     fetch = SwapGroup.fetch
     add = PassOrder._add

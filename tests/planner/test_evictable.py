@@ -86,13 +86,13 @@ def test_views_share_one_host_copy(idle: EvictableTensors) -> None:
     tickets = {name: idle.keep(view(base).detach()) for name, view in VIEWS.items()}
     del base
     assert idle.evict(EVERYTHING) == 512
-    assert idle.evictions == 1
+    assert idle.counters.offloads == 1
     for repeat in (1, 2):  # a second backward fetches its own
         for name, ticket in tickets.items():
             found = restore(ticket)
             assert torch.equal(found, expected[name]), name
             assert found.stride() == strides[name], name
-        assert idle.reloads == repeat, "once for all views"
+        assert idle.counters.prefetches == repeat, "once for all views"
 
 
 def test_a_block_that_came_back_goes_again_for_nothing(idle: EvictableTensors) -> None:
@@ -105,9 +105,9 @@ def test_a_block_that_came_back_goes_again_for_nothing(idle: EvictableTensors) -
     assert idle.evict(EVERYTHING) == 0, "a reader has it"
     del found
     assert idle.evict(EVERYTHING) == 256, "another reader is expected, but can wait"
-    assert (idle.evictions, idle.reloads) == (1, 1)
+    assert (idle.counters.offloads, idle.counters.prefetches) == (1, 1)
     assert torch.equal(restore(tickets[1]), expected[:32])
-    assert (idle.evictions, idle.reloads) == (1, 2)
+    assert (idle.counters.offloads, idle.counters.prefetches) == (1, 2)
 
 
 def test_what_a_reader_has_is_not_evicted(idle: EvictableTensors) -> None:

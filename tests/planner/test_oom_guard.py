@@ -377,11 +377,11 @@ def test_what_writes_into_its_arguments_never_runs_twice() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="cannot be run again: it writes into its arguments"):
             torch.ops.actswap_tests.mutate_then_fail_(x)
         assert torch.equal(x, torch.ones(1024))
-        assert (_CALLS["mutate"], device.idle.evictions) == (1, 0)
+        assert (_CALLS["mutate"], device.idle.counters.offloads) == (1, 0)
         device.meter.limit = device.meter.allocated_bytes()
         with pytest.raises(torch.OutOfMemoryError):
             torch.ops.actswap_tests.mutate_then_fail_(x)
-        assert (device.guard.made_room, device.idle.evictions) == (1, 1), (
+        assert (device.guard.made_room, device.idle.counters.offloads) == (1, 1), (
             "at the next call room is made before"
         )
         assert ticket
@@ -502,7 +502,7 @@ def test_compiled_regions_stay_compiled_and_are_run_again() -> None:
             ticket = device.idle.keep(torch.zeros(1024))
             module(x)
             found = module(x)
-            assert (runs, device.guard.caught, device.idle.evictions) == (["run"] * 3, 1, 1)
+            assert (runs, device.guard.caught, device.idle.counters.offloads) == (["run"] * 3, 1, 1)
             found.sum().backward()
             assert ticket
         assert torch.equal(found, plain(x))

@@ -102,7 +102,7 @@ def test_an_op_that_failed_has_more_room_at_its_next_call() -> None:
 
     def call() -> None:
         with op_hook("opaque", (torch.zeros(4),)):
-            if not idle.evictions:
+            if not idle.counters.offloads:
                 raise torch.OutOfMemoryError("Tried to allocate 1.50 MiB.")
 
     with device.running():

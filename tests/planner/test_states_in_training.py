@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hf_actswap import apply
 from hf_actswap.engine import BlockingTransfer, Copy, HostBuffer, Link
 from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.moving_block import MovingBlock
 from hf_actswap.engine.swapped_storages import EvictableStorage
 from hf_actswap.engine.transfer import _Done, _Spent
 from hf_actswap.planner import Planner, start
@@ -109,9 +110,9 @@ def trained(
     generator, losses = torch.Generator().manual_seed(0), []
     copy_out, reload, taken = EvictableStorage._copy_out, EvictableStorage._reload, HostPool.take
 
-    def slow_copy_out(storage: EvictableStorage, host: HostBuffer) -> None:
+    def slow_copy_out(storage: EvictableStorage, block: MovingBlock) -> None:
         clock.advance(LINK.out_ms(storage._size_bytes))
-        copy_out(storage, host)
+        copy_out(storage, block)
 
     def slow_reload(storage: EvictableStorage) -> torch.Tensor:
         with storage._idle.around_copies():

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hf_actswap.engine import frozen_weights, host_pool, swapped_storages, tickets, transfer
-from hf_actswap.planner.states import state_storages
-from hf_actswap.stream import host_sequence
+from hf_actswap.engine import host_pool, moving_block, swapped_storages, transfer
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,18 @@ class Mutation:
 
 
 _Copies, _Copy = transfer.StreamTransfer, transfer._StreamCopy
-_Group, _Storage, _Sequence = tickets.SwapGroup, state_storages.StateStorage, host_sequence.HostSequence
-_Weights = frozen_weights.LayerWeights
+_Block = moving_block.MovingBlock
+_TRAININGS = {
+    "saved tensors": "swapped",
+    "passes": "passes",
+    "sequence": "sequence",
+    "weights": "frozen weights",
+    "states": "optimizer states",
+}
+"""A piece of training that finds a fault of blocks, by their owner."""
 _AFTER_COMPUTE = "wait_event(self._asked)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
-_STATES_WAIT = "self._wait()"
+_OUT, _IN, _SETTLE = "self._out.wait()", "self._in.wait()", "self.settle()"
 
 MUTATIONS = (
     Mutation("a copy out does not wait for compute", _Copies, "offload", _BEFORE_OUT, "pass", "swapped"),
@@ -134,62 +139,41 @@ MUTATIONS = (
         "len(self._free) or event.record(stream)",
         "swapped",
     ),
-    Mutation(
-        "a release does not wait for the copy out",
-        _Group,
-        "release",
-        "waited = self._copy_out.wait()",
-        "waited = None",
-        "swapped",
+    *(
+        Mutation(
+            f"{owner}: a release does not wait for the copy out", _Block, "release", _OUT, "None", training
+        )
+        for owner, training in _TRAININGS.items()
+        if owner != "weights"  # they are on the host already
     ),
     Mutation(
         "a release gives the host block back",
-        _Group,
+        _Block,
         "release",
-        "self._source = None",
-        "self._source = self._pool.give_back(self._host)",
+        "self.source = None",
+        "self.source = self._pool.give_back(self.host)",
         "swapped",
     ),
+    *(
+        Mutation(f"{owner}: a reader does not wait for the copy in", _Block, "settle", _IN, "None", training)
+        for owner, training in _TRAININGS.items()
+    ),
+    Mutation("a graph dies before its copies in are done", _Block, "end", _IN, "pass", "swapped"),
+    Mutation("a graph dies before its copies out are done", _Block, "end", _OUT, "pass", "dropped in flight"),
+    Mutation("a sequence is dropped while it comes", _Block, "end", _IN, "pass", "sequence"),
     Mutation(
-        "a graph dies before its copies in are done",
-        _Group,
-        "__del__",
-        "self._fetched[1].wait()",
-        "pass",
-        "swapped",
+        "a sequence is brought before it has left",
+        _Block,
+        "reload",
+        "self.transfer.reload(host, self._out)",
+        "self.transfer.reload(host, None)",
+        "sequence",
     ),
     Mutation(
-        "a graph dies before its copies out are done",
-        _Group,
-        "__del__",
-        "self._copy_out.wait()",
-        "pass",
-        "dropped in flight",
+        "weights are dropped while they come", _Block, "drop", _SETTLE, "pass", "frozen weights dropped"
     ),
-    Mutation(
-        "a reader does not wait for the copy in",
-        _Group,
-        "read",
-        "waited = copy.wait()",
-        "waited = None",
-        "swapped",
-    ),
-    Mutation(
-        "windows: a release in another pass does not wait",
-        _Group,
-        "release",
-        "waited = self._copy_out.wait()",
-        "waited = None",
-        "passes",
-    ),
-    Mutation(
-        "passes: a reader does not wait for the copy in",
-        _Group,
-        "read",
-        "waited = copy.wait()",
-        "waited = None",
-        "passes",
-    ),
+    Mutation("states are turned back in flight", _Block, "drop", _SETTLE, "pass", "optimizer states"),
+    Mutation("states are changed while they leave", _Block, "stay", _OUT, "None", "optimizer states"),
     Mutation(
         "host memory is cut up while it is read",
         host_pool.Blocks,
@@ -205,58 +189,5 @@ MUTATIONS = (
         "torch.accelerator.synchronize(alive[0].device)",
         "pass",
         "evicted",
-    ),
-    Mutation(
-        "a sequence frees what is still copied out",
-        _Sequence,
-        "_has_left",
-        "self._counters.stalled(copy.wait())",
-        "pass",
-        "sequence",
-    ),
-    Mutation(
-        "a sequence does not wait for what it brings",
-        _Sequence,
-        "fetch",
-        "self._counters.stalled(copy.wait())",
-        "pass",
-        "sequence",
-    ),
-    Mutation("a sequence is dropped while it comes", _Sequence, "drop", "copy.wait()", "pass", "sequence"),
-    Mutation(
-        "a sequence is brought before it has left",
-        _Sequence,
-        "prefetch",
-        "self._transfer.reload(host, written)",
-        "self._transfer.reload(host, None)",
-        "sequence",
-    ),
-    Mutation(
-        "a layer does not wait for its weights",
-        _Weights,
-        "settle",
-        "self._copy.wait()",
-        "None",
-        "frozen weights",
-    ),
-    Mutation(
-        "weights are dropped while they come",
-        _Weights,
-        "drop",
-        "copy.wait()",
-        "pass",
-        "frozen weights dropped",
-    ),
-    Mutation(
-        "states are freed while they leave", _Storage, "release", _STATES_WAIT, "pass", "optimizer states"
-    ),
-    Mutation(
-        "states are used before they arrive", _Storage, "arrive", _STATES_WAIT, "pass", "optimizer states"
-    ),
-    Mutation(
-        "states are turned back in flight", _Storage, "turn_back", _STATES_WAIT, "pass", "optimizer states"
-    ),
-    Mutation(
-        "states are changed while they leave", _Storage, "stay", _STATES_WAIT, "pass", "optimizer states"
     ),
 )

@@ -163,7 +163,7 @@ def frozen_weights_dropped() -> int:
     assert applied.weights is not None
     found = 0
     for layer in applied.weights.layers:
-        layer.fetch(applied.transfer, Counters(), late=False)
+        layer.fetch(late=False)
         layer.drop()
         taken = [torch.zeros(layer.size_bytes, dtype=torch.uint8, device=device()) for _ in range(8)]
         torch.accelerator.synchronize()

@@ -179,7 +179,7 @@ class StreamedStep:
         began = len(self._residence.leaving)
         if new_bytes or not stays:
             for storage in self._residence.storages_of_all(keys):
-                storage.leave()
+                storage.send()
         self._left_last = len(self._residence.leaving) - began
         self._residence.release(resident_bytes)
 
@@ -198,10 +198,10 @@ class StreamedStep:
 
     def _start_return(self, storage: StateStorage) -> None:
         try:
-            storage.start_return()
+            storage.fetch()
         except torch.OutOfMemoryError:  # what is free is in pieces that are too small
             self._residence.release(0)
-            storage.start_return()
+            storage.fetch()
 
     def _buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, int]]:
         """Yield parameters with gradients, in order, and their states' bytes: ``bucket_bytes`` or less."""
@@ -677,7 +677,7 @@ class OptimizerStates:
             key = load()
             self._residence.refresh([key], states)
             for storage in self._residence.storages_of(key):
-                storage.leave()
+                storage.send()
             self._residence.release(self.most_resident_bytes)
         self.take_stock()
         self.send_all()
@@ -719,7 +719,7 @@ class OptimizerStates:
             self._step.run(states, self.most_resident_bytes)
         else:
             for storage in self._residence.all():
-                storage.start_return()
+                storage.fetch()
             for storage in self._residence.all():
                 storage.bring()
         self._depth = 1
@@ -823,7 +823,7 @@ class StateDepartures:
         while self._waiting and self._waiting_bytes > down_to_bytes:
             storage = self._waiting.popleft()
             self._waiting_bytes -= storage.size_bytes
-            storage.leave()
+            storage.send()
 
 
 class StatePrefetch:

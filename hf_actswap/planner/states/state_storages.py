@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,12 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from ...engine.device_allocator import free_bytes
 from ...engine.host_pool import HostBuffer, HostPool
+from ...engine.moving_block import MovingBlock
 from ...engine.stats import Counters
 from ...engine.tickets import View
-from ...engine.transfer import COMPLETE, Copy, Transfer
-
-Place = Literal["device", "leaving", "host", "returning"]
-"""``leaving``: on the device, unchanged, being copied out. ``returning``: on the host, being copied in."""
+from ...engine.transfer import Transfer
 
 
 class Placeholders:
@@ -50,12 +48,11 @@ class Placeholders:
         return element is not None and tensor.untyped_storage()._cdata == element.untyped_storage()._cdata
 
 
-class StateStorage:
+class StateStorage(MovingBlock):
     """A storage of optimizer states, which moves as a whole, whichever tensors share it.
 
     It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
-    the optimizer, and refer to placeholders meanwhile. (`engine.EvictableStorage`, in contrast, is owned by
-    autograd's tickets and leaves at most once, when memory runs out.) Its host block has its size.
+    the optimizer, and refer to placeholders meanwhile. Its host block has its size.
 
     Attributes:
         tensors: by the key in ``optimizer.state``: plain tensors that share the storage.
@@ -63,87 +60,63 @@ class StateStorage:
     """
 
     def __init__(self, storage: torch.UntypedStorage, host: HostBuffer, residence: StateResidence) -> None:
+        super().__init__(host, residence.transfer, residence.counters)
         self.size_bytes = storage.nbytes()
-        self.host = host
-        self.place: Place = "device"
         self.tensors: dict[Hashable, list[tuple[torch.Tensor, View]]] = {}
         self.unchanged = False
-        host.hold(torch.uint8, torch.Size([self.size_bytes]))
-        self._residence, self._transfer, self._counters = residence, residence.transfer, residence.counters
-        self._copy: Copy | None = None
-        self._held: torch.Tensor | None = None
+        self._residence = residence
         residence.home[storage._cdata] = self
         residence.total_bytes += self.size_bytes
         residence.device_bytes += self.size_bytes
 
-    def leave(self) -> None:
+    def send(self) -> None:
         """Start the copy out, or leave at once if the host has the bytes; nothing unless at ``device``."""
         if self.place != "device":
             return
         if self.unchanged:
             self._let_go()
             return
-        source = _bytes_of(self._storage())
-        self._copy = self._transfer.offload(source, self.host)
-        self._counters.offloads += 1
-        self._counters.offloaded_bytes += self.size_bytes
-        self._held, self.place = source, "leaving"
+        self.leave(_bytes_of(self._storage()))
         self._residence.leaving.append(self)
 
-    def stay(self) -> None:
-        """Stay on the device after all, because it will be read or written; call it at ``leaving``."""
-        self._wait()
-        self._held, self.place, self.unchanged = None, "device", False
-
     def release(self) -> None:
-        """Wait for the copy out and free the device memory; call it at ``leaving``."""
-        self._wait()
-        self._held = None
-        self._let_go()
+        """Wait for the copy out and free the device memory; nothing unless at ``leaving``."""
+        if self.place == "leaving":
+            super().release()
+            self._let_go()
 
-    def start_return(self) -> None:
-        """Start the copy in; nothing unless at ``host``.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room; the storage is still on the host.
-        """
-        if self.place != "host":
-            return
-        self._held, self._copy = self._transfer.reload(self.host, COMPLETE)
-        self._counters.prefetches += 1
-        self._counters.prefetched_bytes += self.size_bytes
-        self.place = "returning"
+    def reload(self) -> torch.Tensor:
+        target = super().reload()
         self._residence.device_bytes += self.size_bytes
-
-    def arrive(self) -> None:
-        """Wait for the copy in and let the tensors refer to their values again; call it at ``returning``."""
-        block = self._held
-        assert block is not None
-        self._wait()
-        for tensor, view in self._members():
-            tensor.data = view.on(block, 0)
-        self._held, self.place, self.unchanged = None, "device", True
-        self._residence.home[self._storage()._cdata] = self
+        return target
 
     def turn_back(self) -> None:
         """Drop the copy in, which nothing has read, and be on the host again; nothing unless returning."""
-        if self.place != "returning":
-            return
-        self._wait()
-        self._held, self.place = None, "host"
-        self._residence.device_bytes -= self.size_bytes
+        if self.place == "returning":
+            self.drop()
+            self._residence.device_bytes -= self.size_bytes
 
     def bring(self, will_change: bool = True) -> None:
         """Come to the device from any place and wait for any copy; ``will_change``: the host's is invalid."""
         if self.place == "host":
-            self._counters.late_prefetches += 1
-            self.start_return()
+            self.counters.late_prefetches += 1
+            self.reload()
         if self.place == "returning":
-            self.arrive()
+            self._arrive()
         elif self.place == "leaving":
             self.stay()
+            self.unchanged = False
         if will_change:
             self.unchanged = False
+
+    def _arrive(self) -> None:
+        """Wait for the copy in, and let the tensors refer to their values again."""
+        self.settle()
+        block = self.hand_over("device")
+        for tensor, view in self._members():
+            tensor.data = view.on(block, 0)
+        self.unchanged = True
+        self._residence.home[self._storage()._cdata] = self
 
     def set_aside(self) -> None:
         """Let the tensors refer to their values on the host. Call it at ``host``, after a synchronization.
@@ -157,11 +130,11 @@ class StateStorage:
 
     def abandon(self) -> None:
         """Wait for running copies to end and forget the tensors: the storage is not needed any more."""
-        self._wait()
+        self.end()
         if self.place != "host":
             self._residence.device_bytes -= self.size_bytes
         self._residence.total_bytes -= self.size_bytes
-        self._held, self.place = None, "device"
+        self.place = "device"  # it may still be among those that leave
         self.tensors.clear()
 
     def drop_strangers(self, address: int) -> None:
@@ -193,11 +166,6 @@ class StateStorage:
         for tensor, view in self._members():
             tensor.data = self._residence.absent.like(view)
         self.place = "host"
-
-    def _wait(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            self._counters.stalled(copy.wait())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -393,7 +361,7 @@ class StateResidence:
         """Start the copies out of storages, and turn back those that are coming."""
         for storage in storages:
             storage.turn_back()
-            storage.leave()
+            storage.send()
 
     def release(self, down_to_bytes: int, spared: int = 0) -> None:
         """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``.
@@ -401,9 +369,7 @@ class StateResidence:
         ``spared``: the number of storages, those that began to leave last, that are not freed.
         """
         while len(self.leaving) > spared and self.device_bytes > down_to_bytes:
-            storage = self.leaving.popleft()
-            if storage.place == "leaving":
-                storage.release()
+            self.leaving.popleft().release()
 
     def start_returns(self, ahead: deque[StateStorage], most_bytes: int, spared: int) -> None:
         """Start the copies in of the next storages, as long as at most ``most_bytes`` are on the device.
@@ -417,7 +383,7 @@ class StateResidence:
                 self.release(most_bytes - storage.size_bytes, spared)
                 if self.device_bytes + storage.size_bytes > most_bytes:
                     return
-                storage.start_return()
+                storage.fetch()
             ahead.popleft()
 
     def _refresh(self, key: Hashable, tensors: list[torch.Tensor], held: Counter[int]) -> None:
@@ -470,7 +436,6 @@ class StateResidence:
     def _discard(self, storage: StateStorage) -> None:
         self.home = {key: item for key, item in self.home.items() if item is not storage}
         storage.abandon()
-        self.transfer.host_reader_done(storage.host)
         self._pool.give_back(storage.host)
 
 

@@ -5,8 +5,8 @@ Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the m
 
 `hooks` and `forward_pass` follow the model, and give autograd a ticket for each tensor that it saves
 (`tickets`). Swap: a `moving_block` has its host memory from `host_pool` and its copies from `transfer`;
-`windows` and `schedule` decide when it moves. Recompute: `recompute`, `compiled_regions`. Tiles: `tiled_calls` for
-modules, `tiled_logits` for head and loss.
+`windows` and `schedule` decide when it moves. Recompute: `recompute`, `compiled_regions`. Tiles:
+`tiled_calls` for modules, `tiled_logits` for head and loss.
 
 It depends on tensors, autograd and streams, and on neither YAML nor model families.
 """

@@ -314,18 +314,14 @@ def op_ms(
         return 0.0
     given = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    arithmetic_ms, attention = 0.0, attention_flops(func, args, kwargs)
-    half = any(leaf.dtype in HALF for leaf in given)
+    half = name in _QUANTISED_PRODUCTS or any(leaf.dtype in HALF for leaf in given)
+    product_rate = rates.half_flop_per_ms if half else rates.full_flop_per_ms
+    attention = attention_flops(func, args, kwargs)
     if attention is not None:
-        rate = rates.attention_flop_per_ms
-        arithmetic_ms = attention / (rate if half else rate * rates.full_flop_per_ms / rates.half_flop_per_ms)
-    elif (formula := flop_registry.get(getattr(func, "_overloadpacket", None))) is not None:
-        flops = formula(*args, **kwargs, out_val=result)
-        arithmetic_ms = flops / (rates.half_flop_per_ms if half else rates.full_flop_per_ms)
-    elif name in _QUANTISED_PRODUCTS:
-        arithmetic_ms = 2 * given[0].numel() * made[0].shape[-1] / rates.half_flop_per_ms
-    elif name == "_grouped_mm":
-        arithmetic_ms = _grouped_flops(given[0], given[1]) / rates.half_flop_per_ms
+        rate = rates.attention_flop_per_ms * (product_rate / rates.half_flop_per_ms)
+        arithmetic_ms = attention / rate
+    else:
+        arithmetic_ms = _product_flops(name, func, args, kwargs, result) / product_rate
     moved_bytes = sum(map(_touched_bytes, made)) * (2 if name in _GATHERS else 1)
     if name not in _GATHERS:
         moved_bytes += sum(map(_touched_bytes, given))
@@ -353,10 +349,34 @@ def attention_flops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     return products // 2 if named.get("is_causal") else products
 
 
-def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Return the FLOPs of products of groups: of rows, columns or the inner dimension, or batches."""
-    batches = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return 2 * batches * prod(left.shape[-2:]) * right.shape[-1]
+def _product_flops(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """Return the FLOPs of an op that multiplies matrices or convolves; of another op 0."""
+    if name == "convolution_backward":
+        return _flops_behind_convolution(*args)
+    if (formula := flop_registry.get(getattr(func, "_overloadpacket", None))) is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if name in _QUANTISED_PRODUCTS:
+        return 2 * int(args[0].numel() * result.shape[-1])
+    if name == "_grouped_mm":  # of rows, columns or the inner dimension of groups, or of batches
+        left, right = args[:2]
+        batches = left.shape[0] if left.dim() == right.dim() == 3 else 1
+        return 2 * int(batches * prod(left.shape[-2:]) * right.shape[-1])
+    return 0
+
+
+def _flops_behind_convolution(
+    gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *more: Any
+) -> int:
+    """Return the FLOPs of a convolution's gradients of inputs and weight; of the bias they are not counted.
+
+    PyTorch's formula takes every channel of the gradient with every one of the inputs, also where a group
+    has few of them or, in the convolutions of Mamba and of vision models, one.
+    """
+    transposed, asked = more[4], more[7]
+    batch, _, *places = (inputs if transposed else gradient).shape
+    return 2 * weight.numel() * batch * prod(places) * sum(asked[:2])
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -87,6 +88,22 @@ def test_products_of_groups_take_the_time_of_their_arithmetic(
 
     product = ms(torch.ops.aten.mm.default, (8192, 1024), (1024, 4096), (8192, 4096))
     assert ms(torch.ops.aten._grouped_mm.default, left, right, made) == pytest.approx(product)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("asked", [[True, True, False], [False, True, True]])
+def test_a_group_of_channels_meets_only_its_own_gradients(transposed: bool, asked: list[bool]) -> None:
+    """PyTorch's formula of FLOPs has every channel meet every gradient: here 32 times too many."""
+    ops, groups = torch.ops.aten, 32
+    settings = [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups
+    inputs = torch.empty(8, 1024, 64, 64, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1024, 1024 // groups, 3, 3, dtype=torch.bfloat16, device="meta")
+    rates = replace(device_rates("H100"), bytes_per_ms=1e15, launch_ms=0.0)
+    forward, backward = ops.convolution.default, ops.convolution_backward.default
+    made = forward(inputs, weight, None, *settings)
+    given = torch.empty_like(made), inputs, weight, [1024], *settings, asked
+    once_ms = op_ms(rates, forward, (inputs, weight, None, *settings), {}, made)
+    assert op_ms(rates, backward, given, {}, backward(*given)) == pytest.approx(sum(asked[:2]) * once_ms)
 
 
 def test_ops_that_copy_what_they_write_into_move_it_twice_more() -> None:

@@ -88,6 +88,14 @@ OPS: dict[str, tuple[Op, tuple[torch.Tensor, ...]]] = {
     "gelu": (F.gelu, (rand(3, 8),)),
     "silu": (F.silu, (rand(3, 8, dtype=torch.bfloat16),)),
     "conv1d": (lambda x, w: F.conv1d(x, w, padding=1, groups=4), (rand(2, 4, 9), rand(4, 1, 3))),
+    "conv2d": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, dilation=2),
+        (rand(2, 4, 9, 8).to(memory_format=torch.channels_last), rand(6, 4, 3, 2), rand(6)),
+    ),
+    "conv_transpose2d": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, output_padding=1, groups=2),
+        (rand(2, 4, 5, 6), rand(4, 3, 3, 2), rand(6)),
+    ),
     "norm": (lambda x: torch.linalg.vector_norm(x), (rand(3, 8),)),
     "solve": (lambda x: torch.linalg.solve(x @ x.t() + torch.eye(4, device=x.device), x), (rand(4, 4),)),
     "einsum": (lambda x, y: torch.einsum("ij,kj->ik", x, y), (rand(3, 4), rand(5, 4))),

@@ -15,6 +15,7 @@ from tests.rehearsal.test_launch import BUILT
 RATES = device_rates("H200")
 TIMED = """
 import time
+from functools import partial
 import torch
 
 def timed(run):
@@ -46,6 +47,13 @@ timed(lambda: [torch.mm(square, square, out=out) for _ in range(20)])
 experts = torch.empty(4, 8192, 8192, dtype=torch.bfloat16, device="cuda")
 ends = torch.arange(1, 5, dtype=torch.int32, device="cuda") * 2048
 timed(lambda: [torch._grouped_mm(square, experts, offs=ends) for _ in range(5)])
+images = torch.empty(512, 1024, 32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+for groups in 1, 1024:
+    weight = torch.empty(1024, 1024 // groups, 3, 3, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    made = torch.nn.functional.conv2d(images, weight, padding=1, groups=groups)
+    gradient = torch.empty_like(made)
+    backward = partial(torch.autograd.grad, made, (images, weight), gradient, retain_graph=True)
+    timed(lambda: [backward() for _ in range(5)])
 timed(lambda: [torch.add(square, square, out=out) for _ in range(50)])
 timed(lambda: host.copy_(device, non_blocking=True))
 timed(both_ways)
@@ -73,6 +81,8 @@ def test_work_takes_the_time_that_the_rates_say() -> None:
     expected = (
         20 * 2 * 8192**3 / RATES.half_flop_per_ms,
         5 * 2 * 8192**3 / RATES.half_flop_per_ms,  # each row meets one of the experts
+        5 * 2 * 2 * 512 * 32**2 * 1024**2 * 9 / RATES.half_flop_per_ms,
+        5 * 3 * 512 * 32**2 * 1024 * 2 / RATES.bytes_per_ms,  # as many groups as channels: little arithmetic
         50 * 3 * 8192**2 * 2 / RATES.bytes_per_ms,
         2**30 / link.out_bytes_per_ms,
         2**30 / link.out_beside_in_bytes_per_ms,

@@ -18,6 +18,7 @@
 #include <string>
 
 #include "attention.hpp"
+#include "convolution.hpp"
 #include "cpu_memory.hpp"
 #include "ledger.hpp"
 #include "random.hpp"
@@ -81,6 +82,7 @@ enum class Kind {
   values_first,  // its result's shape depends on values: the CPU's alone
   copy,          // between host and device the runtime moves the bytes
   attention,     // fused attention, which the CPU has not in this form
+  convolution,   // memory without cuDNN, then the CPU's
   dropout,
   out_dtype,     // products whose result has another type
   softmax,       // half precision in, single precision out
@@ -116,10 +118,11 @@ Kind kind_of(const std::string& name, const std::string& overload) {
   static const std::set<std::string> values_first{
       "aten::equal",         "aten::nonzero",   "aten::masked_select",     "aten::_unique",
       "aten::_unique2",      "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive",
-      "aten::repeat_interleave", "aten::bincount", "aten::convolution", "aten::convolution_backward"};  // not cuDNN
+      "aten::repeat_interleave", "aten::bincount"};
   auto found = special_ops().find(name);
   if (found != special_ops().end()) return found->second;
   bool writes_elsewhere = overload.find("out") != std::string::npos;
+  if (!writes_elsewhere && (name == "aten::convolution" || name == "aten::convolution_backward")) return Kind::convolution;
   if (is_compiled(name) || (values_first.count(name) && !writes_elsewhere)) return Kind::values_first;
   if (attention_of(name)) return Kind::attention;
   bool product = name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::baddbmm";
@@ -194,14 +197,14 @@ class Arithmetic : public c10::OperatorKernel {
     gives_ = schema.returns().size();
     gathers_ = gathers(schema.operator_name().name);
     flash_ = attention_of(schema.operator_name().name);
-    needs_values_ = starts_with(name_, "aten::convolution") || is_compiled(schema.operator_name().name);
+    needs_values_ = is_compiled(schema.operator_name().name);
     is_of_cudnn_ = is_of_cudnn(schema.operator_name().name);
     is_grouped_ = schema.operator_name().name == "aten::_grouped_mm";
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     if (kind_ == Kind::values_first && (state().level != Level::none || needs_values_)) return values_first(op, stack);
-    if (inside) return kernel_.callBoxed(op, keys, stack);
+    if (inside && kind_ != Kind::convolution) return kernel_.callBoxed(op, keys, stack);
     if (kind_ == Kind::copy && crosses(*stack)) return kernel_.callBoxed(op, keys, stack);
     Stack given(stack->end() - takes_, stack->end());
     c10::DeviceIndex device = device_of(given);
@@ -211,6 +214,7 @@ class Arithmetic : public c10::OperatorKernel {
     {
       Inside no_arithmetic;
       if (is_of_cudnn_) replace(stack, results_of_cudnn(*flash_, given, *random));
+      else if (kind_ == Kind::convolution) replace(stack, Convolution(given).results());
       else kernel_.callBoxed(op, keys, stack);
     }
     Stack results(stack->end() - gives_, stack->end());
@@ -274,6 +278,7 @@ class Arithmetic : public c10::OperatorKernel {
     if (!is_mutable_)
       for (const auto& result : results) each_tensor(result, [&](const at::Tensor& tensor) { tell(tensor, false, true); });
     double product = is_grouped_ ? grouped_flop(given[0].toTensor(), given[1].toTensor()) : 0;
+    if (kind_ == Kind::convolution) product = Convolution(given).flop();
     rehearsal_op_ran(stream, bytes, flash_ ? attention_flop(*flash_, given) : 0, product, half);
   }
 

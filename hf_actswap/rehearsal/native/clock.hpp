@@ -117,7 +117,7 @@ inline void op_ran(StreamTimes& stream, double bytes, double attention_flop, dou
   double share = half ? 1 : rates().full_flop / rates().half_flop;
   double arithmetic_ms = attention_flop / (rates().attention_flop * share) + product_flop / (rates().half_flop * share);
   double ms = std::max(bytes / rates().bytes, arithmetic_ms);
-  bool has_kernel = stream.launched_ms > 0 || attention_flop > 0;
+  bool has_kernel = stream.launched_ms > 0 || arithmetic_ms > 0;
   if (has_kernel && ms > stream.launched_ms) work(stream, ms - stream.launched_ms);
   stream.launched_ms = 0;
 }

@@ -84,7 +84,7 @@ class RunRecord:
         self._meter: CountingMeter | None = None
         self._watched: AppliedPlan | None = None
         self._steps = self._steps_since_line = 0
-        self._since = HostStamp.now()
+        self._since, self._first_ended = HostStamp.now(), HostStamp.now()
         self._before = SwapStats()
         self._plan: MemoryPlan | None = None
         self._settled = False
@@ -124,6 +124,8 @@ class RunRecord:
     def step_ends(self) -> None:
         """To be called after the optimizer's step, and before `Planner.step_ended`."""
         self._steps_since_line += 1
+        if not self._step_ms and self._steps_since_line == 1:
+            self._first_ended = HostStamp.now()
         watch, self._watch = self._watch, None
         if isinstance(watch, TimeWatch):
             self._files.write_measured(watch.timeline())
@@ -147,6 +149,8 @@ class RunRecord:
             "stats": asdict(stats - self._before),
         }
         before, self._since, self._before, self._steps_since_line = self._before, now, stats, 0
+        if not self._step_ms and steps > 1:  # without the preparations of a training, and its first step
+            step_ms = now.ms_since(self._first_ended) / (steps - 1)
         self._step_ms.append(step_ms)
         self._stall_ms = (stats - before).stall_ms / steps
         self._files.add_step(found)
@@ -157,7 +161,7 @@ class RunRecord:
         found = self._saving()
         if found.step_ms is not None or not self._step_ms:
             return found
-        # The first line's time contains the preparations of a training.
+        # The first steps of a training are slower than the others.
         return replace(found, step_ms=median(self._step_ms[1:] or self._step_ms))
 
     def _saving(self) -> Saving:  # without the median: each line of the log can afford it

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import apply
 from hf_actswap.engine.step_watch import StepMemory, StepTimeline
+from hf_actswap.engine.transfer import HostStamp
 from hf_actswap.integrations.run_record import TIMED_STEP, RunRecord
 from hf_actswap.report.run_files import ReportError, RunFiles, read_run
 from tests.engine.tiny_models import NUM_LAYERS, one_step, plan_of, swap_rows, tiny_llama
@@ -148,3 +149,23 @@ def test_what_is_no_record_is_rejected(tmp_path: Path) -> None:
     (files.folder / "timeline.json").write_text("{")
     with pytest.raises(ReportError, match=r"timeline: expected a JSON document, found no JSON: "):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("logged_at", [(1, 4, 6), (4,), (6,)])
+def test_a_step_takes_what_steps_after_the_first_take(
+    logged_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one also page-locks host memory, and a short training logs once."""
+    now = 0.0
+    monkeypatch.setattr(HostStamp, "now", classmethod(lambda cls: cls(now)))
+    model = tiny_llama()
+    with apply(model, SWAP) as applied:
+        record = RunRecord(None, model, applied)
+        for step in range(1, 7):
+            record.step_starts()
+            one_step(model, step)
+            now += 30.0 if step == 1 else 2.0
+            record.step_ends()
+            if step in logged_at:
+                record.logged({"step": step})
+        assert record.saving().step_ms == pytest.approx(2000)

@@ -95,7 +95,7 @@ from ..plan.wrappers import FSDP2_METHOD, is_checkpointed, is_compiled
 from .autograd_state import running_backward
 from .hook_wrappers import Undo, replace_forward, replace_method
 from .host_budget import slab_source
-from .host_memory import available_bytes, margin_bytes, room_beyond
+from .host_memory import available_bytes, floor_bytes, room_beyond
 from .host_pool import HostPool
 from .moving_block import MovingBlock
 from .owners import parameter_places
@@ -554,7 +554,7 @@ class FrozenWeights:
         overlaps = transfer.overlaps
         if self._pool is None or overlaps > self._pinned:
             available = available_bytes()
-            room = room_beyond(0 if available is None else margin_bytes(available))
+            room = room_beyond(0 if available is None else floor_bytes(available))
             source = slab_source(device, overlaps, self._bind_numa)
             pool = HostPool(source, self._cap_bytes, slab_bytes=1, room=room)
             if self._pool is not None:

@@ -24,8 +24,8 @@ from .host_memory import (
     bind_rank,
     budget_bytes,
     cpus_of,
+    floor_bytes,
     forecast,
-    margin_bytes,
     node_of,
     ranks_on_this_machine,
     room_beyond,
@@ -165,9 +165,9 @@ class HostMemory:
 
     It serves one plan, or several one after the other on the same model: the pool then stays, since
     page-locking takes 0.76 s per GiB. The machine's free memory is read when this object is made, before any
-    rank has taken its part of it. A rank may take its share less a margin. No slab is allocated that would
-    use the margin, even if other processes have grown meanwhile. Tensors that do not fit stay on the device
-    and are counted.
+    rank has taken its part of it. A rank may take its share less a margin. Others may use half of the margin
+    later; no slab is allocated that would use the other half. Tensors that do not fit stay on the device and
+    are counted.
 
     A configuration that does not fit gives a warning and not an error, even if nothing of it fits: the rest
     of it (recomputation) still acts, and if the device itself has too little memory, PyTorch raises an error.
@@ -184,7 +184,7 @@ class HostMemory:
         self._bind_numa = plan.bind_numa
         self._available, self._ranks = available, ranks_on_this_machine()
         self._budget_bytes = budget_bytes(self._cap_bytes, self._ranks, available)
-        self._margin_bytes = margin_bytes(available) if available is not None else 0
+        self._floor_bytes = 0 if available is None else floor_bytes(available)
         self._bound_to: torch.device | None = None
         self._unbind: Callable[[], None] | None = None
         self._pool: HostPool | None = None
@@ -194,7 +194,7 @@ class HostMemory:
         """Return the pool for swapping from ``device``, and close the one for another device."""
         if self._pool is None or self._pool_of != (device, pinned):
             self.close()
-            source, room = slab_source(device, pinned, self._bind_numa), room_beyond(self._margin_bytes)
+            source, room = slab_source(device, pinned, self._bind_numa), room_beyond(self._floor_bytes)
             slab_bytes = PINNED_SLAB_BYTES if pinned else _EXACT
             self._pool = HostPool(source, self._budget_bytes, slab_bytes, progress, room)
             self._pool_of = device, pinned

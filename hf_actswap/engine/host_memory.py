@@ -59,8 +59,17 @@ def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def margin_bytes(available: int) -> int:
-    """Return how many bytes are left to other processes."""
+    """Return how many bytes a budget leaves to others: other processes, and what else this one allocates."""
     return int(available * _MARGIN_SHARE)
+
+
+def floor_bytes(available: int) -> int:
+    """Return how many bytes stay free whatever a budget says: half of its margin.
+
+    The other half is for what others allocate after the budget was made (batches, the workers that load
+    them): without it no plan that uses its budget would get it.
+    """
+    return margin_bytes(available) // 2
 
 
 def budget_bytes(cap_bytes: int | None, ranks: int, available: int | None) -> int | None:

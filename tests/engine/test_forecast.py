@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.config.sizes import gib_text
 from hf_actswap.engine import PageableSlabs, Resources, host_budget, install, record_saved
+from hf_actswap.engine.host_memory import room_beyond
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
@@ -267,6 +269,21 @@ def test_slabs_lie_beside_the_device_only_if_the_rank_may(
     memory = host_budget.HostMemory(plan_of(*CORES, bind_numa=bind_numa))
     memory.pool(torch.device("cpu"), True, None).close()
     assert cpus == [frozenset({4}) if bind_numa else frozenset()]
+
+
+@pytest.mark.parametrize(("others_mib", "fits"), [(0, True), (4, True), (6, False)])
+def test_a_budget_holds_although_others_take_a_little_later(
+    others_mib: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 MiB the budget leaves 10 to others, who have nothing yet; 5 stay free in any case."""
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: 100 * MIB)
+    later = partial(room_beyond, read=lambda: (100 - others_mib) * MIB)
+    monkeypatch.setattr(host_budget, "room_beyond", later)
+    memory = host_budget.HostMemory(plan_of(*CORES))
+    assert memory.limit_bytes == 90 * MIB
+    pool = memory.pool(torch.device("cpu"), False, None)
+    assert (pool.take(90 * MIB) is not None) == fits
+    pool.close()
 
 
 def test_bind_numa_comes_from_the_configuration() -> None:

@@ -587,6 +587,8 @@ class ActSwapCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Measure the step, if it is one of the two that the record measures (`RunRecord`)."""
+        if isinstance(self.applied, Planner):
+            self.applied.step_begins()
         if self._record is not None:
             self._record.step_starts()
 

@@ -133,6 +133,9 @@ class Run:
         movable: frozen weights that the planner may move there; ``None``: it may not, or has done so.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
         host_bytes: host memory that this rank may take for all that waits there; ``None``: not known.
+
+    Attributes:
+        outside_ms: of the step that was measured last, the time before its first forward with gradients.
     """
 
     training: PlannedTraining
@@ -155,10 +158,12 @@ class Run:
     host_bytes: int | None = None
     applied: AppliedPlan | None = None
     guarded: bool = False
+    outside_ms: float = 0.0
     _tiled: ExitStack = field(default_factory=ExitStack)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: ExitStack = field(default_factory=ExitStack)
     _past: SwapStats = field(default_factory=SwapStats)
+    _begun: Stamp | None = None
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
     _evicted_bytes: int = 0
@@ -338,6 +343,10 @@ class Run:
             return self.states.device_bytes
         return 0 if self.training.optimizer is None else state_bytes_beside_weights(self.training.optimizer)
 
+    def step_begins(self) -> None:
+        """Note where a step begins, before any forward. A loop that does not say it begins with its first."""
+        self._begun = self.transfer.stamp()
+
     def step_starts(self) -> None:
         """Begin to measure a step. Raises `PlanError` if the model has other layers than at the start."""
         self.check_layers()
@@ -356,6 +365,7 @@ class Run:
         assert self._start is not None
         end = self.transfer.stamp()
         self.transfer.synchronize()
+        self.outside_ms = 0.0 if self._begun is None else self._start.ms_since(self._begun)
         moved, step_ms = self.stats() - self._stats, end.ms_since(self._start)
         stall_ms = moved.stall_ms + self._stall_ms_of_states() - self._states_stall_ms
         return MeasuredStep(

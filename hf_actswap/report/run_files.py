@@ -125,7 +125,9 @@ def saving_of(applied: AppliedPlan | Planner, peak_bytes: int | None = None, sta
         if (found := applied.outcome) is not None:
             saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
             known = None if applied.trials else peak_bytes  # a plan file's is of another run
-            times = found.step_ms, found.without_step_ms, stall_ms, found.time_source
+            outside_ms = applied.outside_ms
+            both_ms = found.step_ms + outside_ms, found.without_step_ms + outside_ms
+            times = *both_ms, stall_ms, found.time_source
             return Saving(saved_bytes, found.source, known or found.peak_bytes, *times)
         if applied.final_plan is None:
             left = f"the training ended in the planner's {applied.phase}, before a plan was found"

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from hf_actswap import apply
 from hf_actswap.planner import BudgetError, devices, on_paper
 from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.phases import search
+from hf_actswap.report.run_files import saving_of
+from tests.engine.simulated_transfer import Clock
 from tests.engine.tiny_models import tiny_llama
-from tests.planner.simulated_device import Trained, train
+from tests.planner.simulated_device import Trained, on_device, train
+from tests.planner.test_states_in_training import ClockedTransfer
 
 GIB = 2**30
 
@@ -228,3 +232,27 @@ def test_smart_swap_keeps_its_three_phases(unplanned: Trained) -> None:
     found = train(tiny_llama, memory, steps=6)
     assert found.phases[:3] == ["warm-up", "warm-up", "search"]
     assert torch.equal(torch.tensor(found.losses), torch.tensor(unplanned.losses[:6]))
+
+
+def test_a_step_begins_before_its_first_forward_with_gradients() -> None:
+    """Preference trainings compute what a reference says first; the plan has no part in that time."""
+    model, clock = tiny_llama().train(), Clock()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    with on_device(model) as device:
+        config = {"memory": {"mode": "adaptive", "search_steps": 1}}
+        transfer = ClockedTransfer(clock)
+        planner = apply(model, config, optimizer=optimizer, meter=device, transfer=transfer)
+        assert isinstance(planner, leading.Planner)
+        with planner:
+            for _ in range(4):
+                planner.step_begins()
+                clock.advance(700.0)
+                model(input_ids=ids, labels=ids).loss.backward()
+                clock.advance(40.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            outcome, saving = planner.outcome, saving_of(planner)
+    assert outcome is not None
+    assert (outcome.step_ms, planner.outside_ms) == (40, 700)
+    assert (saving.step_ms, saving.without_step_ms) == (740, 700 + outcome.without_step_ms)

@@ -53,6 +53,9 @@ than a plan from shapes leaves to them."""
 FEW_GRADIENTS = 0.005
 """Share of memory that gradients may take unforeseen: those of adapters are not worth another search."""
 
+_SAID_SHARE = 0.01
+"""Share of a step above which the time before its first forward with gradients is said."""
+
 TIMED_STEPS = 2
 """How many steps are timed once a plan that was found on paper runs as any other."""
 
@@ -180,6 +183,18 @@ class Planner:
         """Return a context whose time belongs to no op of a step that is recorded meanwhile."""
         return self._run.idle.around_copies()
 
+    @property
+    def outside_ms(self) -> float:
+        """Time of a step before its first forward with gradients, in which the plan has no part."""
+        return self._run.outside_ms
+
+    def step_begins(self) -> None:
+        """Note where a step begins, if that may be before its first forward with gradients; may be left out.
+
+        Preference trainings compute what a reference says first.
+        """
+        self._run.step_begins()
+
     @short_traceback
     def step_ended(self) -> None:
         """End a training step; call it after the optimizer's step, on every rank.
@@ -263,8 +278,10 @@ class Planner:
             times = before.without_step_ms / before.step_ms if before.step_ms else 1.0
             self.outcome = replace(before, step_ms=step_ms, without_step_ms=step_ms * times)
             if not self._times_left:
-                said = "a step takes %.0f ms; %.0f were predicted"
-                self._run.log.info(said, step_ms, self._predicted_ms)
+                said, outside_ms = "a step takes %.0f ms%s; %.0f were predicted", self._run.outside_ms
+                small = outside_ms < _SAID_SHARE * step_ms
+                before_it = "" if small else f", and {outside_ms:.0f} before its first forward with gradients"
+                self._run.log.info(said, step_ms, before_it, self._predicted_ms)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward (``step``, and nothing else) of a micro-batch, again if memory runs out.

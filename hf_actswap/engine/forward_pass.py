@@ -44,6 +44,7 @@ from ..plan.opnames import OpStack
 from ..plan.record import is_cast_of_parameter, storage_key
 from .autograd_state import made_by_packing_node, next_node_number
 from .fates import KEEP, Action
+from .frozen_weights import ticket_of_weight
 from .owners import Owner, Owners, ScopeModules
 from .recompute import Region
 from .schedule import Backward, PrefetchOrder
@@ -289,6 +290,8 @@ class ForwardPass:
 
     def _ticket_of_input(self, op: int, tensor: torch.Tensor) -> Ticket:
         owner = self.owners.owner(tensor)
+        if (weight := ticket_of_weight(tensor)) is not None:
+            return weight
         tensor = tensor.detach()
         return self._keep(tensor) if owner is None else self._ticket(tensor, owner, op)
 

@@ -332,6 +332,11 @@ class LayerWeights:
         pack = partial(_pack, self, storage_key(target), outer[0])
         return torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer[1]))
 
+    def ticket(self, tensor: torch.Tensor) -> WeightTicket:
+        """Return what stands for ``tensor``, on the device block, until backward."""
+        self.needed_in_backward = True
+        return WeightTicket(self, View.of(tensor), self.edition)
+
     def read(self, view: View, edition: int) -> torch.Tensor:
         """Return a view of the weights on the device, for a backward. Raises `StaleTensorError`."""
         self._read(self)
@@ -356,10 +361,19 @@ def _pack(
     layer: LayerWeights, key: int | None, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor
 ) -> Any:
     """Return a ticket of what lies in the block with this storage key, and leave the rest to ``outer``."""
-    if storage_key(tensor) != key:
-        return outer(tensor)
-    layer.needed_in_backward = True
-    return WeightTicket(layer, View.of(tensor), layer.edition)
+    return layer.ticket(tensor) if storage_key(tensor) == key else outer(tensor)
+
+
+def ticket_of_weight(tensor: torch.Tensor) -> WeightTicket | None:
+    """Return the ticket of a tensor on the device block of the layer that is called; ``None``: of another.
+
+    It is for who holds a tensor until backward past autograd's hooks, as an input of a call that runs again.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "func", None) is not _pack:
+        return None
+    layer, key, _ = hooks[0].args
+    return layer.ticket(tensor) if storage_key(tensor) == key else None
 
 
 def _unpack(outer: Callable[[Any], torch.Tensor], ticket: Any) -> torch.Tensor:

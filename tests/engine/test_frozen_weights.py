@@ -149,6 +149,11 @@ TILED = plan_of(tiles=tuple(Tile(layer, "mlp", tokens=10) for layer in range(NUM
 BESIDE = {
     **PLANS,
     "ops recomputed": plan_of(*recompute_rows(["mlp.act_fn", "mlp.mul", "self_attn.q_proj"], range(4))),
+    "functions of weights recomputed": plan_of(
+        *recompute_rows(
+            ["input_layernorm.mul", "post_attention_layernorm.mul", "mlp.up_proj.linear"], range(4)
+        )
+    ),
     "tiles": TILED,
     "tiles in recomputed layers": replace(TILED, rows=recompute_rows([""], range(4))),
 }
@@ -248,6 +253,19 @@ def test_no_more_than_the_window_is_on_the_device(plan: str) -> None:
     del recomputing
     applied.remove()
     assert transfer.alive_blocks == 0
+
+
+def test_an_op_that_runs_again_holds_no_weights_until_then() -> None:
+    """It holds its inputs itself, past the hooks by which autograd gives back those of other ops."""
+    model, transfer = lora_llama(), CountingTransfer()
+    applied = applied_to(model, BESIDE["functions of weights recomputed"], transfer)
+    for step in range(2):
+        loss = forward(model, step)
+        assert transfer.alive_blocks <= IN_WINDOW
+        loss.backward()
+    assert transfer.most_blocks == IN_WINDOW
+    assert applied.stats().recomputes
+    applied.remove()
 
 
 def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:

@@ -5,9 +5,9 @@ Where the bytes are, which copy runs and who waits for it is kept here. *When* t
                 leave              release               fetch
     device  ----------> leaving -----------> host -----------------> returning
       ^                  |  |                 ^                       ^  |  |
-      |      stay        |  |                 +---- drop, hand_over --|--+  |
+      |      stay        |  |                 +------- drop, take ----|--+  |
       +------------------+  +------------- reload --------------------+     |
-      +------------------------------ hand_over("device") ------------------+
+      +--------------------------------- take("device") --------------------+
 
 ==============  =======================================  =============================================
 place           what is held                             where the bytes can be read
@@ -58,9 +58,25 @@ class MovingBlock:
     Attributes:
         source: what leaves, and whatever else its owner needs until then.
         target: what comes back, in the shape and dtype that ``host`` holds.
+        version, stale_version: of the source, when it left; and when it was released, if somebody wrote it.
+        target_version: of the target when it came back; its readers do not write it.
+        fetches: how often it came back.
     """
 
-    __slots__ = ("_in", "_out", "counters", "host", "place", "source", "target", "transfer")
+    __slots__ = (
+        "_in",
+        "_out",
+        "counters",
+        "fetches",
+        "host",
+        "place",
+        "source",
+        "stale_version",
+        "target",
+        "target_version",
+        "transfer",
+        "version",
+    )
 
     def __init__(
         self, host: HostBuffer, transfer: Transfer, counters: Counters, place: Whereabouts = "device"
@@ -68,6 +84,8 @@ class MovingBlock:
         self.host, self.transfer, self.counters, self.place = host, transfer, counters, place
         self.source: torch.Tensor | None = None
         self.target: torch.Tensor | None = None
+        self.version = self.target_version = self.fetches = 0
+        self.stale_version: int | None = None
         self._out: Copy = COMPLETE
         self._in: Copy = COMPLETE
 
@@ -78,17 +96,20 @@ class MovingBlock:
         host, counters = self.host, self.counters
         host.hold(part.dtype, part.shape)
         self._out = self.transfer.offload(part, host)
-        self.source, self.place = source, "leaving"
+        self.source, self.version, self.place = source, source._version, "leaving"
         counters.offloads += 1
         counters.offloaded_bytes += host.size_bytes
 
     def release(self) -> None:
         """Let compute wait for the copy out, and let go of the source; nothing if it has gone."""
-        if self.source is None:
+        source = self.source
+        if source is None:
             return
         waited = self._out.wait()
         if waited is not None:
             self.counters.stalled(waited)
+        if source._version != self.version:
+            self.stale_version = source._version
         self.source = None
         if self.place == "leaving":
             self.place = "host"
@@ -112,6 +133,8 @@ class MovingBlock:
         host, counters = self.host, self.counters
         target, copy = self.transfer.reload(host, self._out)
         self.target, self._in, self.place = target, copy, "returning"
+        self.target_version = target._version
+        self.fetches += 1
         counters.prefetches += 1
         counters.prefetched_bytes += host.size_bytes
         return target
@@ -122,20 +145,23 @@ class MovingBlock:
         if waited is not None:
             self.counters.stalled(waited)
 
-    def hand_over(self, place: Whereabouts = "host") -> torch.Tensor:
-        """Let go of the target, which its readers hold. Returns it; they wait for the copy in (`settle`).
+    def take(self, place: Whereabouts = "host") -> torch.Tensor:
+        """Make compute wait for the copy in, and let go of the target; who has it, holds it. Returns it.
 
         ``place``: ``device`` if it is the bytes from now on, ``host`` if it was a copy of them.
         """
-        target, self.target, self._in, self.place = self.target, None, COMPLETE, place
+        target = self.target
         assert target is not None
+        waited = self._in.wait()  # else compute would use the memory again while the copy still writes it
+        if waited is not None:
+            self.counters.stalled(waited)
+        self.target, self._in, self.place = None, COMPLETE, place
         return target
 
     def drop(self) -> None:
         """Let go of a target that nobody may have read; nothing if there is none."""
         if self.target is not None:
-            self.settle()  # else compute would use the memory again while the copy still writes it
-            self.hand_over()
+            self.take()
 
     def end(self) -> None:
         """Wait for the copies that run. The host buffer is not read again, so it can be given back."""

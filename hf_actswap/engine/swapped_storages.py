@@ -446,7 +446,6 @@ class EvictableStorage:
         self._stale: dict[int, int] = {}
         self._block: MovingBlock | None = None  # there is none before an eviction
         self._pool: HostPool | None = None
-        self._read_version = 0
         self._home: torch.Stream | None = None
         self._unread: set[int] = set()
         self._away = False
@@ -484,9 +483,9 @@ class EvictableStorage:
         block, target = self._block, self._target()
         if block is None or target is None:
             return 0
-        if not self._held_by(1, target) or target._version != self._read_version:
+        if not self._held_by(1, target) or target._version != block.target_version:
             return 0
-        block.hand_over()
+        block.take()
         self._unread.clear()
         self._goes_away(True)
         return self._size_bytes
@@ -512,11 +511,14 @@ class EvictableStorage:
         view, stale = self._views[number], self._stale.get(number)
         if stale is not None:
             raise StaleTensorError(view.shape, self._versions[number], stale)
-        target = self._target()
+        block = self._block
+        if block is None:
+            raise RuntimeError("an evicted tensor has no host copy")
+        target = block.target
         if target is None:
-            target = self._reload()
-        if target._version != self._read_version:
-            raise StaleTensorError(view.shape, self._read_version, target._version)
+            target = self._reload(block)
+        if target._version != block.target_version:
+            raise StaleTensorError(view.shape, block.target_version, target._version)
         reader = self._stream()
         if reader is not None and reader != self._home:
             target.record_stream(reader)  # its memory goes back to the stream that has reloaded it
@@ -526,16 +528,14 @@ class EvictableStorage:
     def _has_read(self, number: int) -> None:
         self._unread.discard(number)
         if not self._unread and self._block is not None and self._block.target is not None:
-            self._block.hand_over()
+            self._block.take()
 
-    def _reload(self) -> torch.Tensor:
-        if self._block is None:
-            raise RuntimeError("an evicted tensor has no host copy")
+    def _reload(self, block: MovingBlock) -> torch.Tensor:
         # These are ordinary ops: a guard against out-of-memory sees them and frees memory.
         with self._idle.around_copies(), torch.no_grad():
-            target = self._block.reload()
-            self._block.settle()
-        self._read_version, self._unread, self._home = target._version, set(self._views), self._stream()
+            target = block.reload()
+            block.settle()
+        self._unread, self._home = set(self._views), self._stream()
         self._goes_away(False)
         return target
 

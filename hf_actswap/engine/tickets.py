@@ -166,19 +166,16 @@ class SwapGroup(MovingBlock):
 
     __slots__ = (
         "__weakref__",
-        "_fetched_version",
+        "_counted",
         "_pool",
-        "_stale_version",
         "_storage",
         "_tickets",
         "_unread",
         "_view",
-        "fetches",
         "has_read",
         "last_use",
         "prefetch_ops",
         "range_bytes",
-        "version",
         "whole",
     )
 
@@ -197,10 +194,8 @@ class SwapGroup(MovingBlock):
         super().__init__(host, transfer, counters)
         self._view, _, self.range_bytes, self.whole = place
         self.prefetch_ops = prefetch_ops
-        self.last_use = self.fetches = self.has_read = self._unread = self._fetched_version = 0
+        self.last_use = self.has_read = self._unread = self._counted = 0
         self._tickets = 1
-        self.version = source._version
-        self._stale_version: int | None = None
         self.leave(source, None if self.whole is not None else _flat(source, *self.range_bytes))
         # In one statement, so that no interrupt comes between the two: `__del__` undoes both.
         self._pool, counters.live_swaps = pool, counters.live_swaps + 1
@@ -214,19 +209,6 @@ class SwapGroup(MovingBlock):
         start, stop = view.range_bytes
         return self.range_bytes[0] <= start and stop <= self.range_bytes[1]
 
-    def release(self) -> None:
-        """Wait for the copy out, then free the device memory."""
-        if self.source is not None and self.source._version != self.version:
-            self._stale_version = self.source._version
-        super().release()
-
-    def reload(self) -> torch.Tensor:
-        target = super().reload()
-        self._fetched_version = target._version
-        self.fetches += 1
-        self._unread = self._tickets
-        return target
-
     @property
     def group(self) -> SwapGroup:
         return self  # as a `SwapTicket` has it
@@ -238,36 +220,46 @@ class SwapGroup(MovingBlock):
         """Return ``view`` of the data on the device; after the last reader the device copy is dropped."""
         source = self.source
         if source is not None and source._version != self.version:
-            self._stale_version = source._version
-        if self._stale_version is not None:
-            raise StaleTensorError(self._view.shape, self.version, self._stale_version)
+            self.stale_version = source._version
+        if self.stale_version is not None:
+            raise StaleTensorError(self._view.shape, self.version, self.stale_version)
         if source is not None:
             return source if view is self.whole else view.on(source, 0)
         target = self.target
         if target is None:
             target = self.reload()
             self.counters.late_prefetches += 1
-        self.settle()
-        if target._version != self._fetched_version:
-            raise StaleTensorError(view.shape, self._fetched_version, target._version)
-        if view is self.whole and target.dtype is view.dtype and target.stride() == view.stride:
-            tensor = target
-        else:
-            tensor = view.on(target, self.range_bytes[0])
+        last = False
         if ticket.has_read != self.fetches:
+            if self._counted != self.fetches:  # `_count_readers`, without its call for each tensor
+                self._counted, self._unread = self.fetches, self._tickets
             ticket.has_read = self.fetches
             self._unread -= 1
-            if not self._unread:
-                self.hand_over()
-        return tensor
+            last = not self._unread
+        if last:
+            self.take()
+        else:
+            self.settle()
+        if target._version != self.target_version:
+            raise StaleTensorError(view.shape, self.target_version, target._version)
+        if view is self.whole and target.dtype is view.dtype and target.stride() == view.stride:
+            return target
+        return view.on(target, self.range_bytes[0])
+
+    def _count_readers(self) -> None:
+        """Count the tickets that are to read what came back last, unless they have been counted."""
+        if self._counted != self.fetches:
+            self._counted, self._unread = self.fetches, self._tickets
 
     def join(self) -> int:
         """Add a ticket to this group; return its first `has_read`: all fetches so far count as read."""
+        self._count_readers()
         self._tickets += 1
         return self.fetches
 
     def ticket_freed(self, ticket: SwapTicket) -> None:
         """Note that a ticket was freed; one that has not read what was fetched will not read it."""
+        self._count_readers()
         self._tickets -= 1
         if self.target is not None and ticket.has_read != self.fetches:
             self._unread -= 1

@@ -115,9 +115,7 @@ class HostSequence:
         blocks = self._blocks[key]
         self._counters.late_prefetches += sum(block.target is None for block in blocks)
         self.prefetch(key)
-        for block in blocks:
-            block.settle()
-        return [block.hand_over() for block in blocks]
+        return [block.take() for block in blocks]
 
     def drop(self, key: Key) -> None:
         """Free the host memory of a key, after its copies; unknown keys are ignored."""

@@ -114,10 +114,10 @@ def trained(
         clock.advance(LINK.out_ms(storage._size_bytes))
         copy_out(storage, block)
 
-    def slow_reload(storage: EvictableStorage) -> torch.Tensor:
+    def slow_reload(storage: EvictableStorage, block: MovingBlock) -> torch.Tensor:
         with storage._idle.around_copies():
             clock.advance(LINK.in_ms(storage._size_bytes))
-            return reload(storage)
+            return reload(storage, block)
 
     def take(pool: HostPool, size_bytes: int) -> HostBuffer:
         with _disable_current_modes():  # else the host's memory counts as the device's

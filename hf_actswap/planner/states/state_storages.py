@@ -111,8 +111,7 @@ class StateStorage(MovingBlock):
 
     def _arrive(self) -> None:
         """Wait for the copy in, and let the tensors refer to their values again."""
-        self.settle()
-        block = self.hand_over("device")
+        block = self.take("device")
         for tensor, view in self._members():
             tensor.data = view.on(block, 0)
         self.unchanged = True

@@ -103,6 +103,9 @@ def start_planner(
         training, lambda: run.fixed, device, put_tiles, lambda: run.states is not None, known_tiles
     )
     guard = OomGuard(meter, idle, paper.in_words)
+    weights, host_bytes = weights_of(unwrapped(training.model)), host.limit_bytes
+    if weights is not None and host_bytes is not None:
+        host_bytes += weights.host_bytes  # the limit is for what waits there beside them
     run = Run(
         training,
         fixed,
@@ -113,10 +116,10 @@ def start_planner(
         put,
         put_tiles,
         name,
-        weights=weights_of(unwrapped(training.model)),
+        weights=weights,
         movable=movable,
         ladder=tiles,
-        host_bytes=host.limit_bytes,
+        host_bytes=host_bytes,
         least_bytes=paper.least_bytes,
         least_in_tiles=paper.least_in_tiles,
         profile_on_paper=paper.profile if paper.knows_steps else None,

@@ -84,6 +84,7 @@ def test_all_plans_have_what_the_weights_leave_of_the_host_memory(monkeypatch: p
     (host,) = made
     limit_bytes = host.pool(torch.device("cpu"), False, None).limit_bytes
     assert limit_bytes == 2**20 - planner.weights.host_bytes
+    assert planner._run.host_bytes == 2**20, "of which every search takes the weights off"
 
 
 def test_a_step_that_does_not_fit_survives_and_no_weight_is_evicted(unplanned: Trained) -> None:

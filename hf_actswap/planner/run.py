@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..config.schema import MemoryConfig
-from ..config.sizes import GIB
+from ..config.sizes import GIB, gib_text
 from ..engine.agreement import from_all_ranks
-from ..engine.frozen_weights import FrozenWeights
+from ..engine.frozen_weights import FrozenWeights, problems_of_weights
 from ..engine.hook_wrappers import Before, Undo, Wrapper, entries, replace_outermost_calls
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
@@ -243,7 +243,20 @@ class Run:
         if memory.budget_gib is None or needed_bytes <= (budget := round(memory.budget_gib * GIB)):
             return None
         least_bytes, plan = self.least_in_tiles(args, kwargs) or (needed_bytes, self.fixed)
-        return impossible(memory, budget, max(least_bytes, needed_bytes), needed_bytes, plan.tiles)
+        error = impossible(memory, budget, max(least_bytes, needed_bytes), needed_bytes, plan.tiles)
+        return self.with_weights_named(error)
+
+    def with_weights_named(self, error: BudgetError) -> BudgetError:
+        """Return the error with a word about frozen weights of the layers, if they stay on the device."""
+        root, structure = unwrapped(self.training.model), self.training.structure
+        layers = structure.layer_modules(root).values()
+        frozen = [weight for layer in layers for weight in layer.parameters() if not weight.requires_grad]
+        stay = self.training.memory.weights == "keep"
+        if not stay or not frozen or problems_of_weights(root, structure):
+            return error
+        size_bytes = sum({id(weight): weight.nbytes for weight in frozen}.values())
+        moves = f"`memory.weights: auto` moves {gib_text(size_bytes)} of frozen weights to the host."
+        return error.with_hint(moves)
 
     @uninterrupted()
     def states_to_host(self, resident_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,3 +215,10 @@ def test_a_loop_sets_the_weights_aside_moves_the_rest_and_starts_the_planner() -
     assert weights_of(unwrapped(model)) is alone.weights, "they belong to the first call"
     alone.remove()
     assert weights_of(unwrapped(model)) is None
+
+
+@pytest.mark.parametrize(("build", "named"), [(lora, True), (tiny_llama, False)], ids=["adapters", "full"])
+def test_an_impossible_budget_names_the_frozen_weights(build: Callable[[], Any], named: bool) -> None:
+    with pytest.raises(BudgetError) as raised:
+        train(build, {"mode": "adaptive", "budget_gib": 1e-5}, **STEPS)
+    assert ("`memory.weights: auto` moves" in str(raised.value)) == named

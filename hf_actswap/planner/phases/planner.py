@@ -396,7 +396,8 @@ class Planner:
             if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
-                raise min(self._impossible, key=lambda error: error.least_bytes) from None
+                least = min(self._impossible, key=lambda error: error.least_bytes)
+                raise run.with_weights_named(least) from None
             run.log.warning("not for the largest batch so far, which would be guarded: %s", str(error))
             return self._begin_search(step, None, steps=steps)
 

@@ -152,16 +152,22 @@ class MovingBlock:
         """
         target = self.target
         assert target is not None
-        waited = self._in.wait()  # else compute would use the memory again while the copy still writes it
+        waited = self._in.wait()
         if waited is not None:
             self.counters.stalled(waited)
         self.target, self._in, self.place = None, COMPLETE, place
         return target
 
     def drop(self) -> None:
-        """Let go of a target that nobody may have read; nothing if there is none."""
+        """Let go of a target that nobody may have read; nothing if there is none, or not any more.
+
+        The garbage collector may drop it too, in the middle of anything.
+        """
         if self.target is not None:
-            self.take()
+            waited = self._in.wait()  # else compute would use the memory while the copy still writes it
+            if waited is not None:
+                self.counters.stalled(waited)
+            self.target, self._in, self.place = None, COMPLETE, "host"
 
     def end(self) -> None:
         """Wait for the copies that run. The host buffer is not read again, so it can be given back."""

@@ -485,7 +485,7 @@ class EvictableStorage:
             return 0
         if not self._held_by(1, target) or target._version != block.target_version:
             return 0
-        block.take()
+        block.drop()
         self._unread.clear()
         self._goes_away(True)
         return self._size_bytes
@@ -527,8 +527,8 @@ class EvictableStorage:
 
     def _has_read(self, number: int) -> None:
         self._unread.discard(number)
-        if not self._unread and self._block is not None and self._block.target is not None:
-            self._block.take()
+        if not self._unread and self._block is not None:
+            self._block.drop()
 
     def _reload(self, block: MovingBlock) -> torch.Tensor:
         # These are ordinary ops: a guard against out-of-memory sees them and frees memory.

@@ -176,8 +176,8 @@ MUTATIONS = (
         "self.transfer.reload(host, None)",
         "sequence",
     ),
-    Mutation("weights are dropped while they come", _Block, "take", _IN, "None", "frozen weights dropped"),
-    Mutation("states are turned back in flight", _Block, "take", _IN, "None", "optimizer states"),
+    Mutation("weights are dropped while they come", _Block, "drop", _IN, "None", "frozen weights dropped"),
+    Mutation("states are turned back in flight", _Block, "drop", _IN, "None", "optimizer states"),
     Mutation("states are changed while they leave", _Block, "stay", _OUT, "None", "optimizer states"),
     Mutation(
         "host memory is cut up while it is read",

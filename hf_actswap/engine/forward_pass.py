@@ -289,9 +289,9 @@ class ForwardPass:
         return partial(self._ticket_of_input, self._clock.now())
 
     def _ticket_of_input(self, op: int, tensor: torch.Tensor) -> Ticket:
-        owner = self.owners.owner(tensor)
         if (weight := ticket_of_weight(tensor)) is not None:
             return weight
+        owner = self.owners.owner(tensor)
         tensor = tensor.detach()
         return self._keep(tensor) if owner is None else self._ticket(tensor, owner, op)
 

@@ -567,8 +567,7 @@ class FrozenWeights:
         transfer = self.transfer(device)
         overlaps = transfer.overlaps
         if self._pool is None or overlaps > self._pinned:
-            available = available_bytes()
-            room = room_beyond(0 if available is None else floor_bytes(available))
+            room = room_beyond(floor_bytes(available_bytes()))
             source = slab_source(device, overlaps, self._bind_numa)
             pool = HostPool(source, self._cap_bytes, slab_bytes=1, room=room)
             if self._pool is not None:
@@ -576,8 +575,9 @@ class FrozenWeights:
             for layer in self.layers:
                 layer.to_host(pool, self._pool, transfer, self._counters)
             self._pool, self._pinned = pool, overlaps
-        for layer in self.layers:
-            layer.copied_by(transfer)
+        else:
+            for layer in self.layers:
+                layer.copied_by(transfer)
         self._device = device
 
     def _wrap(self, layer: LayerWeights) -> None:

@@ -184,7 +184,7 @@ class HostMemory:
         self._bind_numa = plan.bind_numa
         self._available, self._ranks = available, ranks_on_this_machine()
         self._budget_bytes = budget_bytes(self._cap_bytes, self._ranks, available)
-        self._floor_bytes = 0 if available is None else floor_bytes(available)
+        self._floor_bytes = floor_bytes(available)
         self._bound_to: torch.device | None = None
         self._unbind: Callable[[], None] | None = None
         self._pool: HostPool | None = None

@@ -63,13 +63,13 @@ def margin_bytes(available: int) -> int:
     return int(available * _MARGIN_SHARE)
 
 
-def floor_bytes(available: int) -> int:
-    """Return how many bytes stay free whatever a budget says: half of its margin.
+def floor_bytes(available: int | None) -> int:
+    """Return how many bytes stay free whatever a budget says: half of its margin; of an unknown number none.
 
     The other half is for what others allocate after the budget was made (batches, the workers that load
     them): without it no plan that uses its budget would get it.
     """
-    return margin_bytes(available) // 2
+    return 0 if available is None else margin_bytes(available) // 2
 
 
 def budget_bytes(cap_bytes: int | None, ranks: int, available: int | None) -> int | None:

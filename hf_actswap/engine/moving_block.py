@@ -120,8 +120,8 @@ class MovingBlock:
         self.source, self.place = None, "device"
 
     def fetch(self) -> None:
-        """Start the copy in; nothing unless at ``host``."""
-        if self.place == "host":
+        """Start the copy in; nothing unless at ``host``, nor if somebody wrote what left."""
+        if self.place == "host" and self.stale_version is None:
             self.reload()
 
     def reload(self) -> torch.Tensor:
@@ -152,7 +152,7 @@ class MovingBlock:
         """
         target = self.target
         assert target is not None
-        waited = self._in.wait()
+        waited = self._in.wait()  # `settle`, without its call for each tensor
         if waited is not None:
             self.counters.stalled(waited)
         self.target, self._in, self.place = None, COMPLETE, place
@@ -164,9 +164,7 @@ class MovingBlock:
         The garbage collector may drop it too, in the middle of anything.
         """
         if self.target is not None:
-            waited = self._in.wait()  # else compute would use the memory while the copy still writes it
-            if waited is not None:
-                self.counters.stalled(waited)
+            self.settle()  # else compute would use the memory while the copy still writes it
             self.target, self._in, self.place = None, COMPLETE, "host"
 
     def end(self) -> None:

@@ -586,7 +586,7 @@ class ActSwapCallback(TrainerCallback):
         return f"the configuration ({requested.source}) {does}"
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Measure the step, if it is one of the two that the record measures (`RunRecord`)."""
+        """Let the planner, and the record of the run if it measures this step, know that it begins."""
         if isinstance(self.applied, Planner):
             self.applied.step_begins()
         if self._record is not None:

@@ -77,13 +77,14 @@ def test_a_product_with_quantised_weights_takes_the_time_of_its_arithmetic() -> 
     ],
     ids=["rows", "columns", "inner", "batches"],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_groups_take_the_time_of_their_arithmetic(
-    left: tuple[int, ...], right: tuple[int, ...], made: tuple[int, ...]
+    left: tuple[int, ...], right: tuple[int, ...], made: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """They are not in PyTorch's registry of FLOP formulas; all have as many as one of 8192 rows."""
 
     def ms(op: Any, *shapes: tuple[int, ...]) -> float:
-        *given, result = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+        *given, result = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
         return op_ms(device_rates("A100-80"), op, tuple(given), {}, result)
 
     product = ms(torch.ops.aten.mm.default, (8192, 1024), (1024, 4096), (8192, 4096))

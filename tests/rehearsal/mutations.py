@@ -62,7 +62,7 @@ _TRAININGS = {
 """A piece of training that finds a fault of blocks, by their owner."""
 _AFTER_COMPUTE = "wait_event(self._asked)"
 _BEFORE_OUT, _BEFORE_IN = f"self._out.{_AFTER_COMPUTE}", f"self._in.{_AFTER_COMPUTE}"
-_OUT, _IN = "self._out.wait()", "self._in.wait()"
+_OUT, _IN, _SETTLE = "self._out.wait()", "self._in.wait()", "self.settle()"
 
 MUTATIONS = (
     Mutation("a copy out does not wait for compute", _Copies, "offload", _BEFORE_OUT, "pass", "swapped"),
@@ -176,8 +176,10 @@ MUTATIONS = (
         "self.transfer.reload(host, None)",
         "sequence",
     ),
-    Mutation("weights are dropped while they come", _Block, "drop", _IN, "None", "frozen weights dropped"),
-    Mutation("states are turned back in flight", _Block, "drop", _IN, "None", "optimizer states"),
+    Mutation(
+        "weights are dropped while they come", _Block, "drop", _SETTLE, "pass", "frozen weights dropped"
+    ),
+    Mutation("states are turned back in flight", _Block, "drop", _SETTLE, "pass", "optimizer states"),
     Mutation("states are changed while they leave", _Block, "stay", _OUT, "None", "optimizer states"),
     Mutation(
         "host memory is cut up while it is read",

@@ -53,7 +53,7 @@ than a plan from shapes leaves to them."""
 FEW_GRADIENTS = 0.005
 """Share of memory that gradients may take unforeseen: those of adapters are not worth another search."""
 
-_SAID_SHARE = 0.01
+_OUTSIDE_SHARE = 0.01
 """Share of a step above which the time before its first forward with gradients is said."""
 
 TIMED_STEPS = 2
@@ -279,7 +279,7 @@ class Planner:
             self.outcome = replace(before, step_ms=step_ms, without_step_ms=step_ms * times)
             if not self._times_left:
                 said, outside_ms = "a step takes %.0f ms%s; %.0f were predicted", self._run.outside_ms
-                small = outside_ms < _SAID_SHARE * step_ms
+                small = outside_ms < _OUTSIDE_SHARE * step_ms
                 before_it = "" if small else f", and {outside_ms:.0f} before its first forward with gradients"
                 self._run.log.info(said, step_ms, before_it, self._predicted_ms)
 

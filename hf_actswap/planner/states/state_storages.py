@@ -105,7 +105,6 @@ class StateStorage(MovingBlock):
             self._arrive()
         elif self.place == "leaving":
             self.stay()
-            self.unchanged = False
         if will_change:
             self.unchanged = False
 

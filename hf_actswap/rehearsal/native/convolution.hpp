@@ -11,7 +11,7 @@ using torch::jit::Stack;
 class Convolution {
  public:
   explicit Convolution(const Stack& given)
-      : given_(given), backward_(given.size() == 11), input_(tensor(0)), weight_(tensor(1)) {}
+      : given_(given), backward_(given.size() == 11), input_(argument(0).toTensor()), weight_(argument(1).toTensor()) {}
 
   Stack results() const {
     if (!backward_) return {at::empty(sizes(), input_.options(), layout())};
@@ -34,19 +34,19 @@ class Convolution {
   }
 
  private:
-  const at::Tensor& tensor(size_t i) const { return given_[i + (backward_ ? 1 : 0)].toTensor(); }
-  // Strides, padding, dilation, whether transposed, output padding, groups: at the same places in both.
+  // Input, weight, bias or its sizes, stride, padding, dilation, whether transposed, output padding, groups.
+  const c10::IValue& argument(size_t i) const { return given_[i + (backward_ ? 1 : 0)]; }
   std::vector<int64_t> numbers(size_t i) const {
-    auto found = given_[i + (backward_ ? 1 : 0)].toIntVector();
+    auto found = argument(i).toIntVector();
     found.resize(input_.dim() - 2, found.back());
     return found;
   }
-  bool transposed() const { return given_[backward_ ? 7 : 6].toBool(); }
+  bool transposed() const { return argument(6).toBool(); }
 
   std::vector<int64_t> sizes() const {
     auto stride = numbers(3), padding = numbers(4), dilation = numbers(5);
     if (!transposed()) return at::native::conv_output_size(input_.sizes(), weight_.sizes(), padding, stride, dilation);
-    return at::native::conv_input_size(input_.sizes(), weight_.sizes(), padding, numbers(7), stride, dilation, given_[8].toInt());
+    return at::native::conv_input_size(input_.sizes(), weight_.sizes(), padding, numbers(7), stride, dilation, argument(8).toInt());
   }
 
   // As cuDNN's: channels last where the input or the weight has them last.

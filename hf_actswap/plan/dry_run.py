@@ -523,6 +523,12 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"this build of PyTorch has no {device.type} devices")
 
 
+def named_arguments(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model's call by name, without those that are ``None``."""
+    named = dict(zip(inspect.signature(root.forward).parameters, args, strict=False)) | dict(kwargs)
+    return {name: item for name, item in named.items() if item is not None}
+
+
 def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments without a mask that hides no token, as transformers, which cannot read a fake one.
 

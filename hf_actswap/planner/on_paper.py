@@ -30,6 +30,7 @@ from ..engine.call_state import CallState
 from ..engine.frozen_weights import weights_of
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..plan.actions import MemoryPlan
+from ..plan.dry_run import named_arguments
 from ..plan.model_structure import unwrapped
 from ..plan.tiles import tile_names
 from .budget import limits_of
@@ -94,11 +95,13 @@ class StepOnPaper:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not torch.is_grad_enabled() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return
-        self._call = None if args else tree_map(_without_numbers, kwargs)
+        self._call = tree_map(_without_numbers, named_arguments(self._root, args, kwargs))
         self._shape = next((tuple(leaf.shape) for leaf in leaves if leaf.dim() >= 2), ())
         self._gradients_exist = self._first is not None and self._first.grad is not None
 
-    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulates: bool) -> Profile | None:
+    def profile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulates: bool, forwards_before: int
+    ) -> Profile | None:
         """Return the profile of a step's micro-batch, with the tiles that are on the model.
 
         ``None``: how weights are sharded is not known, or the model does not run on fake tensors.
@@ -106,9 +109,10 @@ class StepOnPaper:
         Args:
             args, kwargs: those of the coming forward.
             accumulates: whether its backward adds to gradients.
+            forwards_before: how many such forwards run ahead of it, whose backward is to come too.
         """
         self.forward_starts(self._root, args, kwargs)
-        return _on_own_thread(lambda: self._profile(accumulates))
+        return _on_own_thread(lambda: self._profile(accumulates, forwards_before))
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         self.forward_starts(self._root, args, kwargs)
@@ -188,7 +192,7 @@ class StepOnPaper:
         limits = limits_of(self._memory, profile.device_bytes, plan.min_tensor_bytes)
         return least_peak_bytes(profile, plan, limits)
 
-    def _profile(self, gradients_exist: bool) -> Profile | None:
+    def _profile(self, gradients_exist: bool, forwards_before: int = 0) -> Profile | None:
         if self._call is None:
             return None
         with _AutocastOnFakes():
@@ -200,6 +204,7 @@ class StepOnPaper:
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=gradients_exist,
                 with_workspaces=self._workspaces,
+                forwards_before=forwards_before,
             )
         if self._structure.sharded:
             return of_one_rank(profile, self._root, self._structure, device_rates(self._rates).fabric)

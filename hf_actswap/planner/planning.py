@@ -27,7 +27,7 @@ from .budget import (
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
 from .record.adjusted import with_weights_on_host
-from .recorded_step import BatchSize, RecordedStep
+from .recorded_step import BatchSize, RecordedStep, beside_others
 from .search.find_plan import Found, candidates, find_plan, least_peak
 from .search.states_place import (
     WholeStep,
@@ -56,7 +56,9 @@ class PlanningTask:
         unpredicted_bytes: the most that a step so far used beyond the prediction of its plan.
         step: the recorded step; scaled to ``size`` it is ``profile``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
-        in_flight: the most micro-batches whose activations a pipeline stage holds at once.
+        in_flight: the most micro-batches whose activations are there at once: on a stage of a pipeline, or
+            where a step runs several forwards ahead of its backward.
+        resident: `Limits.resident`.
         device_bytes: the most that the device has for the process, the least of all ranks.
     """
 
@@ -70,6 +72,7 @@ class PlanningTask:
     step: RecordedStep | None = None
     size: BatchSize | None = None
     in_flight: float = 1
+    resident: float = 0.0
     device_bytes: int = 0
 
     def at(self, size: BatchSize) -> Profile:
@@ -98,7 +101,7 @@ class PlanningTask:
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
         """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
-        return Limits(0).shared_by(self.in_flight, RESIDENT).with_others(predict(profile, plan))
+        return Limits(0).shared_by(self.in_flight, self.resident).with_others(predict(profile, plan))
 
     @property
     def beyond_bytes(self) -> int:
@@ -123,7 +126,7 @@ class PlanningTask:
         found = limits_of(self.memory, self.budget_bytes - self.beyond_bytes, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
         found = replace(found, host_bytes=host, frees_optimizer_states=False)  # the profile lacks them
-        return found.shared_by(self.in_flight, RESIDENT)
+        return found.shared_by(self.in_flight, self.resident)
 
 
 def agreed_task(
@@ -137,6 +140,7 @@ def agreed_task(
     largest: BatchSize | None = None,
     unplanned: Prediction | None = None,
     in_flight: float = 1,
+    resident: float = 0.0,
     host_bytes: int | None = None,
 ) -> PlanningTask:
     """Return the task made of what all ranks recorded; every rank must call it.
@@ -150,7 +154,7 @@ def agreed_task(
             recorded one; ``None``: not known.
         unplanned: ``None``: predicted from the recorded step.
         host_bytes: host memory that this rank can use for all that waits there; ``None``: not known.
-        fixed, memory, states_bytes, unpredicted_bytes, in_flight: as in `PlanningTask`.
+        fixed, memory, states_bytes, unpredicted_bytes, in_flight, resident: as in `PlanningTask`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -167,7 +171,7 @@ def agreed_task(
     there = [found for found in from_all_ranks(host_bytes) if found is not None]
     if there and (memory.host_memory_gib is None or min(there) < memory.host_memory_gib * GIB):
         memory = replace(memory, host_memory_gib=min(there) / GIB)
-    unplanned = unplanned or Limits(0).shared_by(in_flight, RESIDENT).with_others(predict(profile, fixed))
+    unplanned = unplanned or Limits(0).shared_by(in_flight, resident).with_others(predict(profile, fixed))
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
     return PlanningTask(
@@ -181,8 +185,20 @@ def agreed_task(
         step,
         size,
         in_flight,
+        resident,
         least_device_bytes,
     )
+
+
+def without_others(profile: Profile, others: int) -> Profile:
+    """Return a profile without the storages that autograd saved in other forwards, whose backward is to come.
+
+    `PlanningTask.predicted` counts them, by the plan. What else these forwards hold stays: losses, outputs.
+    After backward there is nothing of them.
+    """
+    kept_bytes = predict(profile, MemoryPlan((), profile.num_layers, profile.family)).kept_bytes
+    found = beside_others(profile, -others * kept_bytes)
+    return replace(found, outside_base_bytes=profile.outside_base_bytes)
 
 
 def agreed_step(own: RecordedStep) -> RecordedStep:
@@ -314,12 +330,12 @@ def best_plans(task: PlanningTask, count: int, first: Found | None = None) -> Se
 def whole_layers(task: PlanningTask) -> Found | None:
     """Return the plan that recomputes each layer as a whole; ``None``: it does not fit, or is no choice here.
 
-    It is none beside fates of layers that are written by hand, where compiled layers have fewer to choose
-    from, or on a stage of a pipeline.
+    It is none beside fates of layers that are written by hand, or where compiled layers have fewer to choose
+    from.
     """
     profile, fixed, limits = task.profile, task.fixed, task.limits()
     by_hand = any(is_layer(row.scope) for row in fixed.rows)
-    if by_hand or profile.compiled_layers or task.in_flight > 1:
+    if by_hand or profile.compiled_layers:
         return None
     plan = replace(fixed, rows=(*fixed.rows, *whole_layers_again(profile.layers)))
     prediction = task.predicted(profile, plan)

@@ -205,7 +205,8 @@ class Limits:
         layers_per_stage: decoder layers of a stage (``num_attn_layers_per_stage``).
         frees_optimizer_states: whether the optimizer's states are on the host during forward and backward
             (``memory_saving``).
-        waiting: how many other micro-batches of a pipeline hold their kept tensors while one runs.
+        waiting: how many other micro-batches hold their kept tensors while one runs: of a pipeline, or
+            where a step runs several forwards ahead of its backward.
         resident: how much swapped memory of other micro-batches is on the device meanwhile, as a share of
             what one micro-batch swaps.
     """
@@ -237,7 +238,7 @@ class Limits:
         return replace(self, host_bytes=host, waiting=in_flight - 1.0, resident=resident)
 
     def with_others(self, one: Prediction) -> Prediction:
-        """Return ``one`` with the memory of a pipeline's other micro-batches added to its peak."""
+        """Return ``one`` with the memory of the other micro-batches in flight added to its peak."""
         others_bytes = int(self.waiting * one.kept_bytes + self.resident * one.swapped_bytes)
         return replace(one, peak_bytes=one.peak_bytes + others_bytes)
 

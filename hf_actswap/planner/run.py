@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..config.schema import MemoryConfig
 from ..config.sizes import GIB, gib_text
@@ -42,8 +44,9 @@ from .states.state_bytes import expected_state_bytes
 ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""
 
-ProfileOnPaper = Callable[[tuple[Any, ...], dict[str, Any], bool], Profile | None]
-"""Returns the profile of a forward with these arguments, and its backward, which adds to gradients or not."""
+ProfileOnPaper = Callable[[tuple[Any, ...], dict[str, Any], bool, int], Profile | None]
+"""Returns the profile of a forward with these arguments, and its backward, which adds to gradients or not; so
+many forwards run ahead of both."""
 
 ApplyTiles = Callable[[Iterable[Tile]], list[Undo]]
 """Lets parts of the model run in tiles; returns functions that restore them."""
@@ -113,6 +116,58 @@ class ModeLog(logging.LoggerAdapter[logging.Logger]):
         return f"{self._mode}: {msg}", kwargs
 
 
+class ForwardsInFlight:
+    """Counts forwards whose backward has not begun: a loss may compare the outputs of several calls.
+
+    Losses of embedding models do: each column of the batch is a call of its own. A graph that is dropped
+    without a backward is not counted.
+
+    Attributes:
+        most: how many there have been at once, at least 1.
+    """
+
+    def __init__(self) -> None:
+        self.most = 1
+        self._graphs: WeakSet[_Graph] = WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def around(self, _module: nn.Module) -> Wrapper:
+        """Return what wraps the calls of a module, by which the model is entered."""
+
+        def counted(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = inner(*args, **kwargs)
+                if torch.is_grad_enabled() and not is_dry(args, kwargs):
+                    self._add([leaf for leaf in tree_leaves(result) if _has_graph(leaf)])
+                return result
+
+            return call
+
+        return counted
+
+    def _add(self, outputs: Sequence[torch.Tensor]) -> None:
+        graph = _Graph()  # lives as long as the hooks, and these as long as autograd's nodes
+
+        def reached(_gradient: torch.Tensor, _graph: _Graph = graph) -> None:
+            self._graphs.clear()
+
+        for output in outputs:
+            output.register_hook(reached)
+        if outputs:
+            self._graphs.add(graph)
+            self.most = max(self.most, len(self._graphs))
+
+
+class _Graph:
+    """Stands for the graph of one forward."""
+
+
+def _has_graph(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+
+
 @dataclass
 class Run:
     """One training under the planner.
@@ -136,6 +191,7 @@ class Run:
 
     Attributes:
         outside_ms: of the step that was measured last, the time before its first forward with gradients.
+        forwards: those whose backward has not begun; of a pipeline's stage none are counted.
     """
 
     training: PlannedTraining
@@ -159,6 +215,7 @@ class Run:
     applied: AppliedPlan | None = None
     guarded: bool = False
     outside_ms: float = 0.0
+    forwards: ForwardsInFlight = field(default_factory=ForwardsInFlight)
     _tiled: ExitStack = field(default_factory=ExitStack)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: ExitStack = field(default_factory=ExitStack)
@@ -182,6 +239,11 @@ class Run:
         """The most device memory of a step: that of the device, or the budget if that is less."""
         budget_gib, there = self.training.memory.budget_gib, self.meter.limit_bytes()
         return there if budget_gib is None else min(there, round(budget_gib * GIB))
+
+    @property
+    def in_flight(self) -> float:
+        """The most micro-batches whose activations are there at once, as far as known."""
+        return max(self.training.in_flight, self.forwards.most)
 
     @property
     def name(self) -> str:
@@ -316,7 +378,8 @@ class Run:
         """
         self.unwrap()
         called = entries(self.training.model, self.training.structure)
-        wrappers = (partial(ahead_of_calls, before), wrapper)
+        counted = () if self.training.part else (self.forwards.around,)  # of a pipeline they are known
+        wrappers = (*counted, partial(ahead_of_calls, before), wrapper)
         self._watching = [partial(replace_outermost_calls, called, one) for one in wrappers]
         self.wrap()
 

@@ -152,12 +152,6 @@ def _rotations(config: Any) -> Iterator[Any]:
             yield item.get("rope_type")
 
 
-def named_arguments(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model's call by name, without those that are ``None``."""
-    named = dict(zip(inspect.signature(root.forward).parameters, args, strict=False)) | dict(kwargs)
-    return {name: item for name, item in named.items() if item is not None}
-
-
 def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise `PlanError` with every reason why a call with more tokens than a chunk cannot be streamed."""
     problems = []

@@ -50,11 +50,11 @@ from ..errors import PlanError, Problem
 from ..parallel.decoder_layers import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
-from ..plan.dry_run import hooks_off, is_dry
+from ..plan.dry_run import hooks_off, is_dry, named_arguments
 from ..plan.model_structure import ModelStructure, device_of
 from ..planner.oom_guard import DeviceMemoryError, attempt
 from .host_sequence import HostSequence, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
-from .rejections import documents_of, named_arguments, reject_call
+from .rejections import documents_of, reject_call
 from .streamed_attention import ChunkAttention, attending, host_of_no_plan
 
 CHUNK_TOKENS, _TOKENS, _ROWS = 4, 11, 2

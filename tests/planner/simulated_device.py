@@ -91,6 +91,8 @@ def train(
     micro_batches: int = 1,
     transfer: Transfer | None = None,
     zeroes_late: bool = False,
+    together: bool = False,
+    by_position: bool = False,
     own_loss: bool = False,
     autocast: bool = False,
     **sections: Any,
@@ -101,6 +103,8 @@ def train(
         memory: ``None``: without the planner.
         shape: of all batches, or of a step's; a list: of each of its micro-batches.
         zeroes_late: whether gradients are set to zero between a step's first forward and backward.
+        together: whether one backward follows the forwards of all micro-batches.
+        by_position: whether the model is called with its ids as a positional argument, and returns logits.
         own_loss: whether the loop computes the loss, from the model's logits.
         autocast: whether the loop has the forward in bf16 autocast.
     """
@@ -123,18 +127,24 @@ def train(
                     before = planner.stats()
                 sizes = shape(step) if callable(shape) else shape
                 sizes = sizes if isinstance(sizes, list) else [sizes] * micro_batches
+                losses = []
                 for number, size in enumerate(sizes):
                     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
                     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        if own_loss:
+                        if by_position:
+                            loss = _loss_of(model(ids).logits, ids)
+                        elif own_loss:
                             loss = _loss_of(model(input_ids=ids).logits, ids)
                         else:
                             loss = model(input_ids=ids, labels=ids).loss
                     if zeroes_late and not number:
                         optimizer.zero_grad()
-                    loss.backward()
                     trained.losses.append(loss.item())
+                    losses.append(loss)
                     del loss
+                    if not together or number == len(sizes) - 1:
+                        sum(losses).backward()
+                        losses.clear()
                 trained.peaks.append(device.peak_bytes())
                 if planner is not None:
                     trained.recomputes.append((planner.stats() - before).recomputes)

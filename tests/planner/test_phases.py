@@ -150,6 +150,19 @@ def test_micro_batches(unplanned: Trained) -> None:
     assert max(found.stable_peaks()) <= budget
 
 
+def test_forwards_that_share_a_backward(unplanned: Trained) -> None:
+    """The last is recorded, in a step that is known to have several."""
+    how: dict[str, Any] = {"micro_batches": 3, "together": True, "steps": 9}
+    plain = train(tiny_llama, **how)
+    budget = int(0.7 * plain.peak_bytes)
+    memory = {"mode": "smart_swap", "budget_gib": budget / GIB, "warmup_steps": 1}
+    found = train(tiny_llama, memory, **how)
+    assert found.losses == plain.losses
+    assert max(found.stable_peaks()) <= budget
+    for trial in found.planner.trials:
+        assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
+
+
 def test_the_plan_file_spares_the_search(
     unplanned: Trained, saved: tuple[Trained, str], tmp_path: Path
 ) -> None:

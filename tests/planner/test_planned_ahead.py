@@ -113,6 +113,30 @@ def test_a_loss_that_the_loop_computes_of_the_logits_is_counted() -> None:
     assert_predicted_within(0.9, plain, found)
 
 
+def test_a_batch_that_is_given_by_position_is_planned_for() -> None:
+    plain = train(tiny_llama, steps=4, by_position=True)
+    found = train(tiny_llama, memory_of(0.7, plain), steps=4, by_position=True)
+    assert found.phases == ["warm-up", "search", "stable", "stable"]
+    assert_predicted_within(0.7, plain, found)
+
+
+@pytest.mark.parametrize("share", [0.6, 1.2])
+def test_forwards_that_share_a_backward_are_counted(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Losses of embedding models call the model for each column of a batch; the first step shows it."""
+    how: dict[str, Any] = {"micro_batches": 3, "together": True}
+    plain = train(tiny_llama, steps=6, **how)
+    with caplog.at_level("INFO"):
+        found = train(tiny_llama, memory_of(share, plain), steps=6, **how)
+    assert found.phases == ["warm-up", "warm-up", "search", "stable", "stable", "stable"]
+    assert found.losses == plain.losses
+    assert max(found.peaks[1:]) <= share * plain.peak_bytes
+    assert found.planner is not None
+    (trial,) = found.planner.trials
+    assert trial.prediction.peak_bytes == pytest.approx(found.peaks[-1], rel=0.01)
+    assert bool(found.plan_rows) is (share < 1)
+    assert "a step runs 3 forwards ahead of its backward" in caplog.text
+
+
 def test_autocast_around_the_call_of_the_model_is_that_of_the_step_on_paper() -> None:
     """Casts of weights, here most of the memory, are not held by autocast in backward."""
 

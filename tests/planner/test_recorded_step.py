@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -330,6 +331,7 @@ class TimedRun:
     missing_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)
     meter: CountingMeter = field(default_factory=CountingMeter)
+    training: Any = field(default_factory=lambda: SimpleNamespace(part=""))
 
     def replace_plan(self, plan: MemoryPlan, guarded: bool) -> None:
         assert guarded

@@ -121,9 +121,9 @@ def test_records_are_those_of_all_layers(family: str) -> None:
 def test_records_are_those_of_all_layers_of_all_stacks(kind: Any) -> None:
     """Of an encoder's layers a few run too, beside a few of the decoder's."""
     sizes = {"vocab_size": 64, "d_model": 32, "use_cache": False, "decoder_start_token_id": 0}
-    of_whisper = {"encoder_layers": 8, "decoder_layers": 9, "num_mel_bins": 8, "max_source_positions": 16}
+    of_whisper = {"encoder_layers": 16, "decoder_layers": 17, "num_mel_bins": 8, "max_source_positions": 16}
     of_whisper |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    of_t5 = {"num_layers": 8, "num_decoder_layers": 9, "num_heads": 2, "d_kv": 16, "d_ff": 48}
+    of_t5 = {"num_layers": 16, "num_decoder_layers": 17, "num_heads": 2, "d_kv": 16, "d_ff": 48}
     whisper = kind is WhisperForConditionalGeneration
     with torch.device("meta"):
         config = kind.config_class(**sizes, **(of_whisper if whisper else of_t5), pad_token_id=0)

@@ -140,6 +140,36 @@ def test_dropout_on_an_accelerator_saves_a_mask_of_bytes() -> None:
     assert saved_by(on_paper(elsewhere), path) == {numbers}
 
 
+def test_of_forwards_that_share_a_backward_the_last_is_the_profile() -> None:
+    """The others hold what autograd saves, and a loss each."""
+    model = tiny_llama()
+    alone, last = on_paper(model), on_paper(model, forwards_before=2)
+    assert [item.call for item in last.op_events] == [item.call for item in alone.op_events]
+    assert last.saved == alone.saved
+    assert last.compute_ms == pytest.approx(alone.compute_ms)
+    kept_bytes = predict(alone, MemoryPlan((), alone.num_layers, alone.family)).kept_bytes
+    held = {
+        two.forward_base_bytes - one.forward_base_bytes
+        for one, two in zip(alone.op_events, last.op_events, strict=True)
+    }
+    assert len(held) == 1
+    assert held.pop() > 2 * kept_bytes
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_rms_norm_on_an_accelerator_is_one_op(dtype: torch.dtype, fused: bool) -> None:
+    """But for a weight of another type than its input; it saves a number for each token."""
+    with torch.device("meta"):
+        model = type(tiny_neox())(tiny_neox().config).train().bfloat16()
+        for layer in model.gpt_neox.layers:
+            layer.input_layernorm = nn.RMSNorm(32, dtype=dtype)
+    profile, tokens = on_paper(model), call_of()["input_ids"].numel()
+    path = "input_layernorm.rms_norm"
+    assert (saved_by(profile, path) == {4 * tokens, 2 * 32 * tokens}) is fused  # and its result, for the next
+    (event,) = (item for item in profile.op_events if item.call[:2] == (1, path))
+    assert (event.num_ops == 1) is fused
+
+
 def test_attention_with_dropout_saves_no_probabilities_on_an_accelerator() -> None:
     model = tiny_neox()
     with torch.device("meta"):

@@ -30,10 +30,12 @@ from ..meter import baseline_tensors, gradient_bytes, others_bytes
 from ..oom_guard import DeviceMemoryError, Failure, Retry
 from ..plan_file import FilePlan, MadeFor, Outcome, Trial, write_plan
 from ..planning import (
+    RESIDENT,
     PlanningTask,
     agreed_task,
     states_in_passing,
     weights_pay,
+    without_others,
 )
 from ..profile import Prediction
 from ..record.recorder import batch_shape
@@ -108,6 +110,7 @@ class Planner:
         self._largest: BatchSize | None = None
         self._planned_for: BatchSize | None = None  # the largest that was planned for on paper
         self._micro_batches = run.training.micro_batches
+        self._in_flight = run.in_flight  # on the rank with most
         self._may_find_gradients = False  # whether a forward may meet gradients that the plan does not count
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
@@ -226,8 +229,11 @@ class Planner:
     def _end_step(self) -> None:
         phase = self._phase
         self._time_step()
+        more = not isinstance(phase, Stable) and self._has_more_in_flight()
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)
+        elif isinstance(phase, SearchPhase) and more:
+            self._plan_for_more_in_flight(phase)
         elif isinstance(phase, SearchPhase):
             over, before = phase.step_ended(), self._micro_batches
             self._micro_batches = phase.micro_batches
@@ -259,6 +265,24 @@ class Planner:
         self._leave(search)
         self._start_anew(search.best.plan)
         return True
+
+    def _has_more_in_flight(self) -> bool:
+        """Whether a step runs more forwards ahead of its backward than are planned for, on any rank.
+
+        Every rank must call it; stages of a pipeline, which know how many, need not.
+        """
+        run, before = self._run, self._in_flight
+        if not run.training.part:
+            self._in_flight = max(from_all_ranks(run.in_flight))
+        return self._in_flight > before
+
+    def _plan_for_more_in_flight(self, search: SearchPhase) -> None:
+        said = "a step runs %d forwards ahead of its backward: planning for the activations of all"
+        self._run.log.info(said, self._in_flight)
+        self._run.meter.let_go()
+        self._micro_batches = max(self._micro_batches, int(self._in_flight))
+        self._leave(search)
+        self._start_anew(self.plan)
 
     def _start_anew(self, last: MemoryPlan | None) -> None:
         """Look for another plan than ``last``: on paper ahead of the next forward, else in a warm-up."""
@@ -376,7 +400,8 @@ class Planner:
             self._last is not None,
             largest,
             self._unplanned,
-            run.training.in_flight,
+            self._in_flight,
+            RESIDENT if run.training.part else 0.0,
             run.host_bytes,
         )
         if best is not None:  # found with other states or another speed
@@ -507,7 +532,8 @@ class Planner:
         old_bytes = self._gradient_bytes()
         self._may_find_gradients = accumulates and not old_bytes
         if accumulates and old_bytes:
-            self._micro_batches = 2  # or more: the step's end shows it
+            self._in_flight = max(self._in_flight, run.in_flight)
+            self._micro_batches = int(self._in_flight) + 1  # or more: the step's end shows it
         if old_bytes <= FEW_GRADIENTS * run.limit_bytes:
             return False
         if accumulates:
@@ -539,16 +565,18 @@ class Planner:
             return False
         if self.progress is not None:  # it takes seconds
             self.progress(SearchPhase.name, max(run.training.memory.search_steps, 1))
-        profile = on_paper(args, kwargs, self._micro_batches > 1)
+        others = int(self._in_flight) - 1
+        profile = on_paper(args, kwargs, self._micro_batches > self._in_flight, others)
         if not all(from_all_ranks(profile is not None)) or profile is None:
             return False
+        profile = without_others(profile, others)
         root, structure = unwrapped(run.training.model), run.training.structure
         streamed = {} if run.weights is None else run.weights.sizes_bytes
         in_use, own = run.meter.allocated_bytes(), baseline_tensors(root, run.training.optimizer)
         on_device = in_use + max(profile.optimizer_state_bytes - run.state_bytes(), 0)
         # DDP's buckets, another model, tensors of the user. Ranks plan for the one that has most.
-        others = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
-        profile = beside_old_gradients(beside_others(profile, max(others)), old_gradient_bytes)
+        beside = from_all_ranks(others_bytes(in_use, (*own, *tree_leaves((args, kwargs)))))
+        profile = beside_old_gradients(beside_others(profile, max(beside)), old_gradient_bytes)
         profile = replace(profile, link=run.transfer.link(), device=run.device_name)
         step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):

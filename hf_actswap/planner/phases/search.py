@@ -202,7 +202,8 @@ class SearchPhase:
 
     def _tries_whole_layers(self, trial: Trial) -> bool:
         """Begin the trial of recomputing whole layers, if that should be faster than ``trial`` was."""
-        whole = whole_layers(self.task) if len(trial.steps) >= STEPS_PER_TRIAL else None
+        enough = len(trial.steps) >= STEPS_PER_TRIAL and not self._run.training.part
+        whole = whole_layers(self.task) if enough else None
         if whole is None or whole.plan.rows in {one.plan.rows for one in self.trials}:
             return False
         last = trial.steps[-1]

@@ -5,6 +5,9 @@ recorded: memory in the first of them, times in the second, because asking the a
 longer than a small op runs. One step serves for both if there is only one, or if a step has several
 micro-batches (then the last is recorded, when gradients exist). If the two steps had batches of different
 sizes, the memory is that of the first, and the times are scaled to its tokens.
+
+A step may run several forwards ahead of its backward. Then the last is recorded too, and what autograd saves
+in the others is taken off the recorded memory: it is there by the plan.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ...engine.agreement import from_all_ranks
 from ...interrupts import uninterrupted
 from ...plan.model_structure import ModelStructure, unwrapped
 from ...plan.wrappers import called_modules, uncompiled
+from ..planning import without_others
 from ..profile import Profile
 from ..record.recorder import DeviceClock, StepRecorder
 from ..recorded_step import ModuleName, ModuleWeights, RecordedStep
@@ -66,13 +70,15 @@ class WarmUp:
 
     def __init__(self, run: Run, steps: int) -> None:
         self._run, self._steps_left = run, steps
-        self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
+        self._forwards = 0
+        self._forwards_before = run.forwards.most - 1  # of a step's forwards the last is recorded
         self.micro_batches = 1
         self.peak_bytes: int | None = None
         self._said = False
         self._recorder: StepRecorder | None = None
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
+        self._in_flight = run.in_flight
         self._weights: dict[ModuleName, ModuleWeights] = {}
         self._next()
 
@@ -87,8 +93,8 @@ class WarmUp:
             self._run.log.info("warm-up, %d step(s)", self._steps_left)
         self._forwards += 1
         run = self._run
-        first = self._forwards == self._forwards_before + 1
-        if self._recorder is not None and self._memory is None and first:
+        ahead = self._forwards <= self._forwards_before + 1 and not run.forwards
+        if self._recorder is not None and self._memory is None and ahead:
             self._baseline_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
             self._weights = module_weights(unwrapped(run.training.model), run.training.structure)
 
@@ -98,7 +104,8 @@ class WarmUp:
         self.micro_batches = max(self._forwards // self._run.training.chunks, 1)
         self._forwards_before, self._forwards = max(self._forwards - self._run.training.chunks, 0), 0
         recorder, profile = self._stopped(), None
-        if recorder is not None and all(from_all_ranks(recorder.complete)):
+        known, self._in_flight = self._in_flight == self._run.in_flight, self._run.in_flight
+        if recorder is not None and all(from_all_ranks(recorder.complete and known)):
             profile = self._profile(recorder)
         if self._steps_left == 1:
             self._memory, profile = None if self._forwards_before else profile, None
@@ -112,13 +119,14 @@ class WarmUp:
             if profile is not None:
                 streamed = self._run.weights
                 from_all_ranks(0)  # start together: ranks may share a switch
+                others = self._run.forwards.most - 1
                 return RecordedStep(
-                    replace(profile, link=self._run.transfer.link()),
+                    without_others(replace(profile, link=self._run.transfer.link()), others),
                     self._weights,
                     self._baseline_bytes,
                     {} if streamed is None else streamed.sizes_bytes,
                 )
-            self._run.log.info("the recorded step had no backward; another one is recorded")
+            self._run.log.info("the recorded step had no backward, or more forwards; another one is recorded")
             self._steps_left, self._memory = 1, None
         self._next()
         return None

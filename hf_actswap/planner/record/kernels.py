@@ -34,7 +34,7 @@ def kernels_of(model: nn.Module) -> Iterator[None]:
 
 
 class AcceleratorKernels(TorchFunctionMode):
-    """Runs on the CPU's fake tensors what an accelerator would run: its dropout, attention and autocast.
+    """Runs on the CPU's fake tensors what an accelerator would run: dropout, attention, norms, autocast.
 
     On an accelerator `F.dropout` is ``native_dropout``, which saves a mask of bytes
     (``is_fused_kernel_acceptable`` in PyTorch's ``aten/src/ATen/native/Dropout.cpp``), and fused attention
@@ -67,7 +67,50 @@ class AcceleratorKernels(TorchFunctionMode):
         elif name in _FP32_RESULTS and kwargs.get("dtype") is None:
             half = getattr(args[0] if args else kwargs.get("input"), "dtype", None) in HALF
             kwargs |= {"dtype": torch.float32} if half else {}
+        if name == "rms_norm":
+            given = inspect.signature(_rms_norm).bind(*args, **kwargs)
+            return _rms_norm(*given.args, **given.kwargs)
         return func(*args, **kwargs)
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """CUDA's fused norm, for a weight of the input's type.
+
+    ``rms_norm_symint`` in PyTorch's ``aten/src/ATen/native/layer_norm.cpp`` decides.
+    """
+    if weight is not None and weight.dtype != input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    result: torch.Tensor = _FusedRmsNorm.apply(input, normalized_shape, weight, eps)
+    return result
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The ops that CUDA runs, which the CPU divides, below autograd; saves what CUDA's node saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+    ) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            result, statistics = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, statistics)
+        ctx.shape = shape
+        normed: torch.Tensor = result
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        input, weight, statistics = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(
+            gradients[0], input, ctx.shape, statistics, weight, wanted
+        )
+        return of_input, None, of_weight if weight is not None else None, None
 
 
 def _attention(
@@ -164,6 +207,13 @@ class _AcceleratorTemporaries(TorchDispatchMode):
         return result
 
 
+_IN_HALF = (
+    frozenset()
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+    else frozenset(("rms_norm",))
+)
+"""What autocast of this PyTorch does not yet run in fp32: until 2.11 the norm."""
+
 _FP32_OPS = frozenset(
     name
     for names in (
@@ -174,6 +224,7 @@ _FP32_OPS = frozenset(
         "nll_loss nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
     )
     for name in names.split()
+    if name not in _IN_HALF
 )
 _FP32_RESULTS = frozenset(("cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"))
 

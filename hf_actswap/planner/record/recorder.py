@@ -188,6 +188,7 @@ class OpEventLog:
         self._call: OpCall = (None, "", None)
         self._busy = self._communicates = self._reads = self._ended = False
         self._first_node = self._first_op = self._visits = self._gradients_before = 0
+        self._earlier_nodes = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
         self._backward: int | None = -1
@@ -208,6 +209,14 @@ class OpEventLog:
         self._busy = self._communicates = self._reads = False
         self._look()
         self._since = self._clock.stamp()
+
+    def other_forward_ends(self) -> None:
+        """Note that a forward has ended that is not recorded.
+
+        If it ran ahead of the recorded one, the same backward may run through both.
+        """
+        if self._since is None:
+            self._earlier_nodes = next_node_number()
 
     def pause(self) -> None:
         """End a chunk's forward; what runs until the next chunk's `start` is not recorded."""
@@ -249,6 +258,10 @@ class OpEventLog:
             self._end_with_backward()
         if running_backward() != self._backward:
             return
+        if node < self._earlier_nodes:
+            self._leave_row()
+            self._visited = None
+            return
         at = bisect_right(self._first_nodes, node) - 1
         if at >= 0 and node < self._first_node and self._rows[at] is not self._visited:
             self._leave_row()
@@ -257,6 +270,9 @@ class OpEventLog:
     def end_backward(self) -> None:
         """Note that a backward has ended: that of the forward, or of one chunk."""
         if self.turned and not self._ended and self._backward is not None:
+            if self._visited is None:  # the end of a backward that is not recorded
+                self._look()
+                self._since = self._clock.stamp()
             self._leave_row()
             self._visited, self._busy = None, False
             self._backwards_left -= 1
@@ -584,9 +600,8 @@ class StepRecorder:
             return
         if not self._chunks_left or self._forwards_before > 0:
             self._forwards_before = max(self._forwards_before - 1, 0)
-            if self._hold is not keep:
-                self._saving = torch.autograd.graph.saved_tensors_hooks(self._held, restore)
-                self._saving.__enter__()
+            self._saving = torch.autograd.graph.saved_tensors_hooks(self._held, restore)
+            self._saving.__enter__()
             return
         self._chunks_left -= 1
         self._batch_shape = batch_shape(args, kwargs)
@@ -614,6 +629,8 @@ class StepRecorder:
         if saving is not None:
             pop_leaked_hooks(saving.pack_hook)
         if inside is None:
+            if saving is not None:
+                self._log.other_forward_ends()
             return
         inside.close()
         if self._chunks_left:

@@ -55,6 +55,7 @@ def profile_from_shapes(
     optimizer_state_bytes: int = 0,
     gradients_exist: bool = False,
     with_workspaces: bool = False,
+    forwards_before: int = 0,
 ) -> Profile:
     """Return the profile of one micro-batch, run on fake tensors.
 
@@ -72,19 +73,36 @@ def profile_from_shapes(
             from them too.
         gradients_exist: whether backward adds to gradients that are there already (gradient accumulation).
         with_workspaces: whether the workspaces of the device's libraries are counted too.
+        forwards_before: how many forwards of the same batch have run ahead of it, whose backward is to come.
 
     Raises:
         PlanError: there is no such device.
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     rates = device_rates(device_name)
-    settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces
+    settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces, forwards_before
     if repeats := structure.repeats_in(unwrapped(model)):
         try:
-            return _profile_of_few(repeats, model, structure, batch, *settings)
+            return _profile_of_few(_that_pay(repeats, structure), model, structure, batch, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return _profile(model, structure, batch, *settings)
+
+
+def _that_pay(repeats: tuple[Repeat, ...], structure: ModelStructure) -> tuple[Repeat, ...]:
+    """Return the repeats with which the fewest layers run: each doubles how often the others' layers do.
+
+    The only one always does: the time then does not depend on the number of layers.
+    """
+    total = len(structure.layers) + sum(len(stack.layers) for stack in structure.stacks)
+    ranked = sorted(repeats, key=lambda repeat: -len(repeat.left_out))
+
+    def layers_run(count: int) -> int:
+        left_out: int = sum(len(repeat.left_out) for repeat in ranked[:count])
+        return 2**count * (total - left_out)
+
+    least = 1 if len(ranked) == 1 else 0
+    return tuple(ranked[: min(range(least, len(ranked) + 1), key=layers_run)])
 
 
 def _profile_of_few(
@@ -115,6 +133,7 @@ def _profile(
     optimizer_state_bytes: int,
     gradients_exist: bool,
     with_workspaces: bool,
+    forwards_before: int,
 ) -> Profile:
     meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
     with dry_call(model, batch, real_as=_CPU) as named:
@@ -140,11 +159,12 @@ def _profile(
             device=_CPU,
             gradient_bytes=_counter_of_gradients(trained),
             reads_groups=rates.reads_groups,
+            forwards_before=forwards_before,
         )
         meter.start()
         try:
             with kernels_of(model), recorder, exchanged(model, state):  # in backward too: layers run again
-                _run_step(model, call)
+                _run_step(model, call, forwards_before)
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
@@ -335,15 +355,19 @@ def _alike(op_event: OpEvent, other: OpEvent) -> bool:
     return near and same == other
 
 
-def _run_step(model: nn.Module, call: Mapping[str, Any]) -> None:
-    result = _result(model(**call))  # the rest is freed, as in training
-    torch.clear_autocast_cache()  # as autocast around a forward does at its end
-    if result is not None:
+def _run_step(model: nn.Module, call: Mapping[str, Any], forwards_before: int) -> None:
+    results = []
+    for _ in range(forwards_before + 1):
+        results.append(_result(model(**call)))  # the rest is freed, as in training
+        torch.clear_autocast_cache()  # as autocast around a forward does at its end
+    found = tuple(result for result in results if result is not None)
+    if found:
         # `Tensor.backward` takes `AcceleratorKernels` off meanwhile: then the model's own checkpoints would
         # run other ops again than forward ran.
-        gradients = (torch.empty_like(result),)
+        gradients = tuple(torch.empty_like(result) for result in found)
+        results.clear()
         with torch.autocast("cpu", enabled=False):  # it is around forward alone
-            _engine_run_backward((result,), gradients, False, False, (), True, accumulate_grad=True)
+            _engine_run_backward(found, gradients, False, False, (), True, accumulate_grad=True)
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:

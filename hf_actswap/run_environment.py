@@ -11,6 +11,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "HF_ACTSWAP"
 """Holds what ``actswap`` of the training arguments would: ``auto``, a file, a Hub id, YAML or JSON."""
@@ -27,7 +28,7 @@ class EndedTraining:
     """A training that ended normally, with a plan on its model, as one rank saw it.
 
     Args:
-        output_dir: the Trainer's.
+        output_dir: the Trainer's; of a loop with Accelerate its project's folder, or else the program.
         rank: of this process.
         processes: how many trained.
         steps: optimizer steps.
@@ -43,6 +44,16 @@ class EndedTraining:
     acts: bool
     moved_bytes: int
     again_bytes: int
+
+    @classmethod
+    def of(
+        cls, applied: Any, step: Any, output_dir: str, rank: int, processes: int, steps: int
+    ) -> EndedTraining:
+        """Return it, given what was on the model and the statistics of its last step."""
+        final = getattr(applied, "final_plan", applied)  # of a planner, which changes plans
+        dropped_bytes = 0 if final is None else final.dropped_bytes or 0
+        again_bytes, acts = dropped_bytes * step.forwards, applied.plan.does_anything
+        return cls(output_dir, rank, processes, steps, acts, step.offloaded_bytes, again_bytes)
 
 
 def tell_run(training: EndedTraining) -> None:

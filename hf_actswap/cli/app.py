@@ -20,7 +20,7 @@ SUMMARIES = {
     "plan": "Find what to keep, swap and recompute within a budget, and predict the step.",
     "profile": "Measure a step op by op, or compute it from shapes, for `plan --profile`.",
     "report": "Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured.",
-    "run": "Run a training script that you do not own with a plan: its Trainers get what HF_ACTSWAP says.",
+    "run": "Run a training script that you do not own with a plan: its trainings get what HF_ACTSWAP says.",
     "env": "Show versions, devices, host memory and, if asked, the speed of the link between them.",
     "rehearse": "Run a training script without its GPU: whether it fits, what memory holds, what to change.",
     "convert": "Write a configuration from flags of Megatron, MindSpeed-LLM, DeepSpeed, TRL or Axolotl.",

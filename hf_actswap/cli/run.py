@@ -1,8 +1,8 @@
 """``hf-actswap run``: runs a training program with a plan, without a change to the program.
 
 The program runs as ever, in a process of its own. A start-up file on its ``PYTHONPATH`` lets every Trainer
-that it makes act on ``HF_ACTSWAP``, also in processes that it starts (torchrun, accelerate, a tool's
-launcher).
+that it makes, and every loop with Accelerate, act on ``HF_ACTSWAP``, also in processes that it starts
+(torchrun, accelerate, a tool's launcher).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .program import run_program
 _STARTUP = str(Path(__file__).parents[1] / "integrations" / "startup")
 
 _NONE = (
-    "no training had a plan: no transformers Trainer was trained to its end in this program or in a process "
-    "that it started. (A loop of one's own takes hf_actswap.apply. Python's options -E, -I and -S keep the "
-    "plan out.)"
+    "no training had a plan: in this program, or in a process that it started, no transformers Trainer was "
+    "trained to its end, nor a model and its optimizer that Accelerate prepared. (Other loops take "
+    "hf_actswap.apply. Python's options -E, -I and -S keep the plan out.)"
 )
 
 

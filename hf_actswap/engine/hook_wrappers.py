@@ -222,6 +222,11 @@ def replace_method(module: Any, name: str, wrapper: Wrapper, innermost: bool = F
     return undo
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether calls of this module alone are wrapped, as those of a model with a plan are."""
+    return any(isinstance(value, ReplacedMethod) for value in vars(module).values())
+
+
 class ReplacedMethod:
     """What a module's method runs; a copy of the module gets what was there before.
 

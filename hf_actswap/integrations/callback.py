@@ -668,25 +668,12 @@ class ActSwapCallback(TrainerCallback):
         if self._record is not None and state.is_world_process_zero and self._acts():
             self._saving = self._record.saving()
         if self.applied is not None:
-            tell_run(self._ended(self.applied, args, state))
+            ranks = args.process_index, args.world_size
+            out = args.output_dir or "."
+            tell_run(EndedTraining.of(self.applied, self._step, out, *ranks, state.global_step))
         self.remove()
         if not self._bound:
             self._say_saving()
-
-    def _ended(
-        self, applied: AppliedPlan | Planner, args: TrainingArguments, state: TrainerState
-    ) -> EndedTraining:
-        final = applied.final_plan if isinstance(applied, Planner) else applied
-        dropped = 0 if final is None else final.dropped_bytes or 0
-        return EndedTraining(
-            args.output_dir or ".",
-            args.process_index,
-            args.world_size,
-            state.global_step,
-            acts=applied.plan.does_anything,
-            moved_bytes=self._step.offloaded_bytes,
-            again_bytes=dropped * self._step.forwards,
-        )
 
     def _acts(self) -> bool:
         applied = self.applied

@@ -6,16 +6,15 @@ Only those who use Lightning import this: ``from hf_actswap.integrations.lightni
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..apply import apply
 from ..engine import AppliedPlan
 from ..errors import PlanError, Problem, short_traceback
 from ..plan import ConfigOrPlan
 from ..planner import Planner
+from .accelerate_loop import optimizer_of
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,7 +48,7 @@ class ActSwap(Callback):
     @short_traceback
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = self._model(pl_module)
-        self.applied = apply(model, self.config, optimizer=_optimizer_of(model, trainer.optimizers))
+        self.applied = apply(model, self.config, optimizer=optimizer_of(model, trainer.optimizers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
@@ -77,14 +76,3 @@ def _models_in(module: nn.Module, prefix: str) -> Iterator[str]:
             yield prefix + name
         else:
             yield from _models_in(child, f"{prefix}{name}.")
-
-
-def _optimizer_of(model: nn.Module, optimizers: list[Optimizer]) -> Any:
-    """Return the optimizer of the model's parameters; ``None`` if that is none, or several."""
-    own = {id(parameter) for parameter in model.parameters()}
-    found = [
-        one
-        for one in optimizers
-        if any(id(item) in own for group in one.param_groups for item in group["params"])
-    ]
-    return found[0] if len(found) == 1 else None

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from typer.testing import CliRunner
 
 from hf_actswap import ActSwapCallback
 from hf_actswap.cli.app import app
+from hf_actswap.engine.hook_wrappers import is_wrapped
+from hf_actswap.integrations import accelerate_loop
 from hf_actswap.integrations.environment import EnvironmentCallback, act_on_environment
-from hf_actswap.run_environment import VARIABLE
+from hf_actswap.run_environment import FOLDER, VARIABLE, ended_trainings
+from tests.engine import tiny_models
 
 from .conftest import CASE_2, CASE_4, SHORT_ON_CPU, Tokens, losses, tiny_llama
 
@@ -81,6 +86,35 @@ def test_what_the_script_says_itself_comes_first(
     assert min(saved(nothing_said)) > 0
 
 
+def test_the_largest_of_the_models_that_accelerate_prepares_gets_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(Accelerator, "prepare", Accelerator.prepare)
+    monkeypatch.setattr(accelerate_loop.atexit, "register", at_exit.append)
+    monkeypatch.setenv(VARIABLE, RECOMPUTE)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    accelerate_loop.act_on_loops()
+    accelerate_loop.act_on_loops()
+    small, large = tiny_models.tiny_llama(num_hidden_layers=1).train(), tiny_llama().train()
+    weights = [*small.parameters(), *large.parameters()]
+    accelerator = Accelerator(cpu=True)
+    small, large, optimizer = accelerator.prepare(small, large, torch.optim.SGD(weights))
+    assert not is_wrapped(large.model), "not before the first forward"
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(2):
+        accelerator.backward(sum(model(input_ids=ids, labels=ids).loss for model in (small, large)))
+        optimizer.step()
+    assert is_wrapped(large)
+    assert not is_wrapped(small)
+    (end,) = at_exit
+    end()
+    assert not is_wrapped(large)
+    (ended,) = ended_trainings(tmp_path)
+    assert (ended.steps, ended.acts, ended.moved_bytes) == (2, True, 0)
+    assert ended.again_bytes > 0
+
+
 SCRIPT = """
 import sys
 from helper import WORD
@@ -94,6 +128,39 @@ trainer.train()
 saved = [entry.get("actswap_saved_gib", 0) > 0 for entry in trainer.state.log_history]
 print(WORD, __name__, sys.argv[1:], saved)
 sys.exit(int(sys.argv[2]))
+"""
+LOOP = """
+import sys, torch
+from accelerate import Accelerator
+import hf_actswap
+from tests.integrations.conftest import Tokens, tiny_llama
+
+kind = sys.argv[2]
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model, small = tiny_llama().train(), torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = torch.utils.data.DataLoader(Tokens(), batch_size=2)
+if kind == "apart":
+    small, optimizer = accelerator.prepare(small), accelerator.prepare(optimizer)
+    model = accelerator.prepare(model)
+else:
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if kind == "its own":
+    hf_actswap.apply(model, "auto", optimizer=optimizer)
+losses = []
+for _, batch in zip(range(6), loader):
+    with accelerator.accumulate(model):
+        with torch.no_grad():
+            model(**batch)
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+print(losses)
+if kind == "fails":
+    raise SystemError("on purpose")
 """
 LAUNCHER = """#!{python}
 import logging, subprocess, sys
@@ -109,6 +176,7 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """Start ``hf-actswap run`` beside a script, a module of its own, a launcher and a sitecustomize."""
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "loop.py").write_text(LOOP)
     (folder / "helper.py").write_text("WORD = 'found'\n")
     (folder / "says.py").write_text(SAYS_SO)
     (folder / "sitecustomize.py").write_text(USERS)
@@ -138,6 +206,29 @@ def test_a_program_is_run_as_it_is(words: list[str], code: int, tmp_path: Path, 
     assert f"found __main__ {[out, str(code)]} [True, True, True]" in ran.stdout
     assert ran.stderr.count("layers 0-3: recompute everything") == 1
     assert f"hf-actswap run: {out} (2 steps, 1 process) was trained with a plan: a step moved" in ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["at once", "apart"])
+def test_a_loop_with_accelerate_gets_the_plan(kind: str, tmp_path: Path, repository: Path) -> None:
+    plain = started(tmp_path, repository, "--actswap", "off", "loop.py", "out", kind)
+    ran = started(tmp_path, repository, "--actswap", RECOMPUTE, "loop.py", "out", kind)
+    assert ran.returncode == plain.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout == plain.stdout
+    assert ran.stderr.count("layers 0-3: recompute everything") == 1
+    assert "GiB less kept for backward than without a plan" in ran.stderr
+    assert "loop.py (3 steps, 1 process) was trained with a plan: a step moved 0 GiB" in ran.stderr
+    assert "and computed 0 GiB again" not in ran.stderr
+
+
+@pytest.mark.parametrize(("kind", "code"), [("its own", 1), ("fails", 1)])
+def test_a_loop_that_has_a_plan_or_fails_is_not_said_to_be_trained(
+    kind: str, code: int, tmp_path: Path, repository: Path
+) -> None:
+    ran = started(tmp_path, repository, "--actswap", RECOMPUTE, "loop.py", "out", kind)
+    assert ran.returncode == code
+    assert "recompute everything" in ran.stderr or kind == "its own"
+    assert "was trained with a plan" not in ran.stderr
+    assert "another one is recorded" not in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Runs when Python starts under ``hf-actswap run``: its Trainers get the plan of ``HF_ACTSWAP``.
+"""Runs when Python starts under ``hf-actswap run``: its trainings get the plan of ``HF_ACTSWAP``.
 
-Nothing is imported before the program imports transformers' callbacks, and makes a Trainer.
+Nothing is imported before the program makes a Trainer, or prepares something with Accelerate.
 """
 
 from __future__ import annotations
@@ -21,21 +21,37 @@ def _start_up() -> Any:
     return module
 
 
-def _act_on_environment(callbacks: ModuleType) -> None:
-    """Import the library when the first Trainer is made: by then the program has patched what it patches."""
-    handler: Any = callbacks.CallbackHandler
-    make = handler.__init__
+def _before_the_first(method: str, of: str, ours: str, act: str) -> Any:
+    """Return what makes a module's class import ``ours`` and ``act`` when this method is first called.
 
-    @functools.wraps(make)
-    def make_with_ours(self: Any, *given: Any, **more: Any) -> None:
-        if handler.__init__ is make_with_ours:
-            handler.__init__ = make
-            importlib.import_module("hf_actswap.integrations.environment").act_on_environment()
-        handler.__init__(self, *given, **more)
+    By then the program has patched what it patches.
+    """
 
-    handler.__init__ = make_with_ours
+    def wait(module: ModuleType) -> None:
+        owner: Any = getattr(module, of)
+        make = getattr(owner, method)
+
+        @functools.wraps(make)
+        def make_with_ours(self: Any, *given: Any, **more: Any) -> Any:
+            if getattr(owner, method) is make_with_ours:
+                setattr(owner, method, make)
+                getattr(importlib.import_module(f"hf_actswap.integrations.{ours}"), act)()
+            return getattr(owner, method)(self, *given, **more)
+
+        setattr(owner, method, make_with_ours)
+
+    return wait
 
 
 _startup = _start_up()
-_startup.after_imports({"transformers.trainer_callback": _act_on_environment})
+_startup.after_imports(
+    {
+        "transformers.trainer_callback": _before_the_first(
+            "__init__", "CallbackHandler", "environment", "act_on_environment"
+        ),
+        "accelerate.accelerator": _before_the_first(
+            "prepare", "Accelerator", "accelerate_loop", "act_on_loops"
+        ),
+    }
+)
 _startup.run_the_next(__file__)

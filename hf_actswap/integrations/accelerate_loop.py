@@ -79,11 +79,14 @@ class _PlannedLoop:
 
     def _is_put(self) -> bool:
         """Put the plan on, unless the model has one or is not the one to plan for; return whether it was."""
-        root, accelerator = unwrapped(self._model), self._accelerator
-        optimizer = optimizer_of(root, accelerator._optimizers)
-        others = (unwrapped(model) for model in accelerator._models)
-        largest = max((root, *others), key=lambda model: sum(item.numel() for item in model.parameters()))
-        if optimizer is None or largest is not root or is_wrapped(root):
+        root, optimizers = unwrapped(self._model), self._accelerator._optimizers
+        optimizer = optimizer_of(root, optimizers)
+        prepared = [root, *(unwrapped(model) for model in self._accelerator._models)]
+        trained = [model for model in prepared if optimizer_of(model, optimizers) is not None]
+        largest = max(
+            trained, key=lambda model: sum(item.numel() for item in model.parameters()), default=None
+        )
+        if largest is not root or is_wrapped(root):
             logger.debug("no plan for %s: it has one, or another model is the one to plan for", type(root))
             return False
         self._applied = apply(self._model, self._asked, optimizer=optimizer)

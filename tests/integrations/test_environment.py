@@ -98,11 +98,13 @@ def test_the_largest_of_the_models_that_accelerate_prepares_gets_the_plan(
     accelerate_loop.act_on_loops()
     small, large = tiny_models.tiny_llama(num_hidden_layers=1).train(), tiny_llama().train()
     weights = [*small.parameters(), *large.parameters()]
-    accelerator = Accelerator(cpu=True)
+    accelerator, frozen = Accelerator(cpu=True), tiny_models.tiny_llama(num_hidden_layers=6)
+    frozen = accelerator.prepare(frozen.requires_grad_(False))
     small, large, optimizer = accelerator.prepare(small, large, torch.optim.SGD(weights))
     assert not is_wrapped(large.model), "not before the first forward"
     ids = torch.zeros(1, 8, dtype=torch.long)
     for _ in range(2):
+        assert frozen(input_ids=ids).logits.grad_fn is None
         accelerator.backward(sum(model(input_ids=ids, labels=ids).loss for model in (small, large)))
         optimizer.step()
     assert is_wrapped(large)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,12 @@ from hf_actswap import PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.engine import tiled_calls, tiled_logits
 from hf_actswap.engine.host_budget import record_saved
 from hf_actswap.plan import ModelStructure, Tile, repeated_layers
-from hf_actswap.plan.repeated_layers import repeat_of
+from hf_actswap.plan.repeated_layers import Repeat, repeat_of
 from hf_actswap.plan.saved_bytes import SavedBytes
 from hf_actswap.plan.tiles import checked_tiles, tile_ladder
 from hf_actswap.plan.wrappers import without_cache
 from hf_actswap.planner import Profile, profile_from_shapes
+from hf_actswap.planner.record.shapes import that_pay
 from tests.parallel.patched_models import FAMILIES, configuration_of_depth
 from tests.planner.recorded_steps import tiled
 
@@ -402,3 +404,12 @@ def test_layers_of_all_kinds_are_described() -> None:
     found = repeat_of(layers, None)
     assert found is not None
     assert found.count == 9
+
+
+@pytest.mark.parametrize(("stacks", "layers", "used"), [(1, 6, 1), (2, 24, 2), (6, 10, 0)])
+def test_only_repeats_that_spare_layers_are_used(stacks: int, layers: int, used: int) -> None:
+    """Each doubles how often the layers of other stacks run: SDXL's UNet has eleven stacks."""
+    repeats = tuple(Repeat(0, 1, layers, f"stack_{number}") for number in range(stacks))
+    others = [SimpleNamespace(layers=range(layers))] * (stacks - 1)
+    structure: Any = SimpleNamespace(layers=range(layers), stacks=others)
+    assert len(that_pay(repeats, structure)) == used

@@ -83,13 +83,13 @@ def profile_from_shapes(
     settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces, forwards_before
     if repeats := structure.repeats_in(unwrapped(model)):
         try:
-            return _profile_of_few(_that_pay(repeats, structure), model, structure, batch, *settings)
+            return _profile_of_few(that_pay(repeats, structure), model, structure, batch, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return _profile(model, structure, batch, *settings)
 
 
-def _that_pay(repeats: tuple[Repeat, ...], structure: ModelStructure) -> tuple[Repeat, ...]:
+def that_pay(repeats: tuple[Repeat, ...], structure: ModelStructure) -> tuple[Repeat, ...]:
     """Return the repeats with which the fewest layers run: each doubles how often the others' layers do.
 
     The only one always does: the time then does not depend on the number of layers.

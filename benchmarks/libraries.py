@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Run as a script from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.promise import HOST_MEMORY, ROOT, seen
 
 WAYS = ("checkpointing", "auto")
@@ -170,7 +172,7 @@ def rehearsed(row: Row, how: str, folder: Path) -> dict[str, Any]:
     """Train a row as ``how`` says on its rehearsed device; return what was seen."""
     report = folder / "report.json"
     ours = [sys.executable, "-m", "hf_actswap.cli"]
-    command = [sys.executable, "-m", "benchmarks.libraries", "--train", row.kind, how, str(row.size)]
+    command = [sys.executable, __file__, "--train", row.kind, how, str(row.size)]
     if how == "auto" and "pairs" not in row.kind:
         command = [*ours, "run", "--actswap", "auto", "--", *command]
     asked = ["--device", row.device, "--clock", "--host-memory", HOST_MEMORY, "--no-weights", "--no-advice"]

@@ -29,6 +29,7 @@ from ..engine.hook_wrappers import is_wrapped, replace_call
 from ..engine.stats import SwapStats
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import unwrapped
+from ..planner.states.optimizer_states import after_steps
 from ..run_environment import VARIABLE, EndedTraining, tell_run
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,11 @@ class _PlannedLoop:
             return False
         self._applied = apply(self._model, self._asked, optimizer=optimizer)
         self._before = self._applied.stats()
-        inner = getattr(optimizer, "optimizer", optimizer)
-        inner.register_step_post_hook(self._step_ended)
+        after_steps(optimizer, self._step_ended)
         atexit.register(self._end)
         return True
 
-    def _step_ended(self, *_: Any) -> None:
+    def _step_ended(self) -> None:
         self._steps += 1
         now = self._applied.stats()
         self._step, self._before = now - self._before, now

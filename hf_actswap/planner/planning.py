@@ -196,6 +196,8 @@ def without_others(profile: Profile, others: int) -> Profile:
     `PlanningTask.predicted` counts them, by the plan. What else these forwards hold stays: losses, outputs.
     After backward there is nothing of them.
     """
+    if not others:
+        return profile
     kept_bytes = predict(profile, MemoryPlan((), profile.num_layers, profile.family)).kept_bytes
     found = beside_others(profile, -others * kept_bytes)
     return replace(found, outside_base_bytes=profile.outside_base_bytes)

@@ -202,8 +202,9 @@ class SearchPhase:
 
     def _tries_whole_layers(self, trial: Trial) -> bool:
         """Begin the trial of recomputing whole layers, if that should be faster than ``trial`` was."""
-        enough = len(trial.steps) >= STEPS_PER_TRIAL and not self._run.training.part
-        whole = whole_layers(self.task) if enough else None
+        if len(trial.steps) < STEPS_PER_TRIAL or self._run.training.part:  # a stage waits for others too
+            return False
+        whole = whole_layers(self.task)
         if whole is None or whole.plan.rows in {one.plan.rows for one in self.trials}:
             return False
         last = trial.steps[-1]

@@ -68,8 +68,7 @@ class AcceleratorKernels(TorchFunctionMode):
             half = getattr(args[0] if args else kwargs.get("input"), "dtype", None) in HALF
             kwargs |= {"dtype": torch.float32} if half else {}
         if name == "rms_norm":
-            given = inspect.signature(_rms_norm).bind(*args, **kwargs)
-            return _rms_norm(*given.args, **given.kwargs)
+            return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -110,7 +109,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(
             gradients[0], input, ctx.shape, statistics, weight, wanted
         )
-        return of_input, None, of_weight if weight is not None else None, None
+        return of_input, None, of_weight, None
 
 
 def _attention(
@@ -207,12 +206,8 @@ class _AcceleratorTemporaries(TorchDispatchMode):
         return result
 
 
-_IN_HALF = (
-    frozenset()
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-    else frozenset(("rms_norm",))
-)
-"""What autocast of this PyTorch does not yet run in fp32: until 2.11 the norm."""
+_RMS_NORM_IN_FP32 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+"""Whether autocast runs it in fp32, as PyTorch 2.13 does and 2.11 does not."""
 
 _FP32_OPS = frozenset(
     name
@@ -224,7 +219,7 @@ _FP32_OPS = frozenset(
         "nll_loss nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
     )
     for name in names.split()
-    if name not in _IN_HALF
+    if name != "rms_norm" or _RMS_NORM_IN_FP32
 )
 _FP32_RESULTS = frozenset(("cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"))
 

@@ -81,9 +81,9 @@ def profile_from_shapes(
     """
     rates = device_rates(device_name)
     settings = rates, optimizer_state_bytes, gradients_exist, with_workspaces, forwards_before
-    if repeats := structure.repeats_in(unwrapped(model)):
+    if repeats := that_pay(structure.repeats_in(unwrapped(model)), structure):
         try:
-            return _profile_of_few(that_pay(repeats, structure), model, structure, batch, *settings)
+            return _profile_of_few(repeats, model, structure, batch, *settings)
         except Exception as error:  # the model's own code runs on fewer layers than it has
             logger.debug("Layers that look alike are not, so all of them run: %s", str(error))
     return _profile(model, structure, batch, *settings)

@@ -205,7 +205,7 @@ class LayerWeights:
             assert whole is not None  # this pool's slabs have exactly the sizes asked for
             for weight in self.held:
                 view = weight.view.on(whole, 0)
-                view.copy_(weight.tensor.detach())
+                _write(view, weight.tensor)
                 weight.tensor.data = view
                 views.append(view)
             self._words, self._places = whole.view(torch.int64), self._sampled_places()
@@ -226,7 +226,8 @@ class LayerWeights:
             own = torch.empty_strided(
                 weight.view.shape, weight.view.stride, dtype=weight.view.dtype, device=weight.origin
             )
-            weight.tensor.data = own.copy_(weight.tensor.detach())
+            _write(own, weight.tensor)
+            weight.tensor.data = own
         block.end()
         pool.give_back(block.host)
 
@@ -269,8 +270,7 @@ class LayerWeights:
                 expected, found = (f"{item.dtype}, {tuple(item.shape)}" for item in (view, now))
                 hint = "Call remove() first, or write values of the same shape and dtype."
                 raise PlanError([Problem(f"{self.path}.{weight.name}", expected, found, hint)])
-            with torch.no_grad():
-                view.copy_(now.detach())
+            _write(view, now)
             now.data = view
         return changed
 
@@ -398,6 +398,11 @@ class WeightTicket:
 
 def _detached(tensor: torch.Tensor) -> Any:
     return keep(tensor.detach())
+
+
+def _write(target: torch.Tensor, weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(weight.detach())
 
 
 def _no_room(path: str, size_bytes: int, pool: HostPool) -> Problem:
@@ -559,6 +564,14 @@ class FrozenWeights:
         """The device of the rest of the model, on which layers compute."""
         module, name = self._anchor
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
+
+    def follow_model(self) -> None:
+        """Page-lock the weights now, if the rest of the model has come to a device, not in its next forward.
+
+        How much host memory is left beside them is known only then.
+        """
+        if self.device.type != "cpu" and self.device != self._device:
+            self._prepare(self.device)
 
     def _prepare(self, device: torch.device) -> None:
         """Be ready to copy to ``device``: drop copies elsewhere, and move the weights to memory for it."""

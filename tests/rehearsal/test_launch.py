@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from hf_actswap.planner.devices import DEVICES as RATES
 from hf_actswap.rehearsal import (
@@ -153,14 +155,36 @@ def test_this_process_is_on_no_such_device() -> None:
 
 def test_what_a_rehearsal_replaces_in_the_library_is_there() -> None:
     """It is set by name from outside: a name that has moved would be set in vain, and nobody told."""
-    from hf_actswap.engine import host_memory, host_pool
+    from hf_actswap.engine import frozen_weights, host_memory, host_pool, verify
     from hf_actswap.stream import two_passes
 
     startup = (STARTUP / "sitecustomize.py").read_text()
     named = re.findall(r'"(hf_actswap\.[a-z_.]+)"', startup)
-    assert {host_memory.__name__, host_pool.__name__, two_passes.__name__} == set(named)
+    replaced = (frozen_weights, host_memory, host_pool, two_passes, verify)
+    assert {part.__name__ for part in replaced} == set(named)
     assert callable(host_memory._machine_limit)
     assert callable(host_memory._cgroup_limits)
     assert callable(host_pool.PinnedSlabs._touch)
     assert host_pool.MAPPING
     assert callable(two_passes.check_few_tokens)
+    assert callable(verify.Verifier.differing)
+    assert callable(frozen_weights._write)
+
+
+def test_what_has_no_values_never_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that was found to differ is kept from then on, and its tensors with it."""
+    from hf_actswap.engine.verify import Verifier
+
+    monkeypatch.syspath_prepend(STARTUP)
+    values = importlib.import_module("rehearsed_program.values")
+    rehearsed = type("Verifier", (Verifier,), {})
+    values.find_no_difference(SimpleNamespace(Verifier=rehearsed))
+    for made, found in ((Verifier, [(0, "linear", 0)]), (rehearsed, [])):
+        verifier = made("first")
+        expect = verifier.of_call((0, "linear", 0))
+        assert expect is not None
+        compare = expect(torch.zeros(8))
+        assert compare is not None
+        compare(torch.ones(8))
+        assert list(verifier.differing()) == found
+        assert verifier.of_call((0, "linear", 0)) is None

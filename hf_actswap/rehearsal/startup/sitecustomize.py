@@ -98,8 +98,10 @@ def _after_imports() -> dict[str, Callable[[ModuleType], None]]:
     }
     if _settings().get("level") != "2":
         found["hf_actswap.stream.two_passes"] = _of_program("values", "compare_nothing")
+        found["hf_actswap.engine.verify"] = _of_program("values", "find_no_difference")
     if _settings().get("no_weights"):
         found["transformers.modeling_utils"] = _of_program("loading", "load_no_weights")
+        found["hf_actswap.engine.frozen_weights"] = _of_program("loading", "copy_no_weights")
     return found
 
 

@@ -64,6 +64,21 @@ def load_no_weights(modeling: ModuleType) -> None:
     base.from_pretrained = classmethod(from_pretrained)
 
 
+def copy_no_weights(frozen_weights: Any) -> None:
+    """Let weights that nobody wrote stay so where they move within the host's memory.
+
+    Args:
+        frozen_weights: ``hf_actswap.engine.frozen_weights``.
+    """
+    write = frozen_weights._write
+
+    def of_small_ones(target: Any, weight: Any) -> None:
+        if weight.nbytes <= _SMALL_BYTES or weight.device.type != "cpu" or target.device.type != "cpu":
+            write(target, weight)
+
+    frozen_weights._write = of_small_ones
+
+
 def _quantizer(modeling: Any, config: Any, asked: Any, place: Any) -> tuple[Any, Any]:
     """Return what quantises the weights, or ``None``, and where they go.
 

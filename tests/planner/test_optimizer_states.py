@@ -224,6 +224,21 @@ def test_blocking_copies_give_the_same_bits_too(make: Make, resident_bytes: int)
     assert states.stats().stall_ms > 0
 
 
+def test_frozen_parameters_that_the_optimizer_was_given_have_no_states() -> None:
+    """Loops with adapters often give it all of the model's; frozen ones may wait on the host."""
+    training = Training(managed=False)
+    whole_bytes = expected_state_bytes(training.optimizer)
+    first, *others = training.optimizer.param_groups[0]["params"]
+    first.requires_grad_(False)
+    assert whole_bytes is not None
+    assert expected_state_bytes(training.optimizer) == whole_bytes - 2 * first.nbytes
+    training.optimizer.param_groups[0]["params"] = [torch.zeros(3, device="meta"), *others]
+    OptimizerStates(training.optimizer, training.transfer, HostPool(PageableSlabs()), model=training.model)
+    for parameter in training.model.parameters():
+        parameter.requires_grad_(False)
+    assert "none that is trained" in rejected(training.optimizer)
+
+
 def test_expected_states_have_their_host_memory_before_the_first_step() -> None:
     """Where copies overlap compute: else nothing is to be page-locked."""
     training = Training(managed=False)

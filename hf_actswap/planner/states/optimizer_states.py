@@ -354,9 +354,10 @@ def reject(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
     for flag, why in flags.items():
         if any(group.get(flag) for group in groups):
             problem(f"{flag}: false", f"{flag}: true", f"It cannot be served: {why}.")
-    devices = {parameter.device for group in groups for parameter in group["params"]}
-    if len(devices) > 1:
-        problem("parameters on one device", ", ".join(sorted(map(str, devices))), "")
+    devices = {parameter.device for parameter in of_optimizer(optimizer)}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices)))
+        problem("trained parameters on one device", found or "none that is trained", "")
     elif transfer.overlaps and next(iter(devices)).type == "cpu":
         problem("parameters on an accelerator", "on the cpu", "Their states are in host memory already.")
     if problems:
@@ -608,9 +609,8 @@ class OptimizerStates:
         for index, layer in enumerate(self._layers):
             self._undo += wrap_call(layer, partial(self._layer_starts, index), _nothing)
         for parameter in of_optimizer(optimizer):
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)
-                self._undo.append(handle.remove)
+            handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)
+            self._undo.append(handle.remove)
         aside = [key for key in optimizer.state if any(True for _ in self._set_aside(key))]
         self._loaded([partial(self._to_device, key) for key in aside])
 

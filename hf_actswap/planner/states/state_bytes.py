@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .optimizer_states import state_bytes_beside_weights
+from .state_storages import of_optimizer, trained_in
 
 _SMALL_8BIT, _BLOCK = 4096, 256
 _SMALL_PAGED = 100_000
@@ -105,7 +106,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     kind = type(optimizer)
     if isinstance(optimizer, _ADAMS):
         coming = sum(
-            (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
+            (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in trained_in(group))
             for group in optimizer.param_groups
         )
     elif kind.__module__.startswith("bitsandbytes."):
@@ -114,7 +115,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
         coming = sum(
             _adafactor(weight) + (0 if group["beta1"] is None else _fp32(weight) // 2)
             for group in optimizer.param_groups
-            for weight in group["params"]
+            for weight in trained_in(group)
         )
     else:
         return there_bytes or None
@@ -129,9 +130,8 @@ def _of_bitsandbytes(optimizer: Any) -> Iterator[int]:
     overrides = getattr(optimizer.mng, "module_weight_config_triple", ())
     bits = {id(getattr(module, name)): config.get("optim_bits") for module, name, config in overrides}
     two = any(base.__name__ == "Optimizer2State" for base in type(optimizer).__mro__)
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if getattr(optimizer, "is_paged", False) and weight.numel() >= _SMALL_PAGED:
-                continue
-            of_weight = bits.get(id(weight)) or getattr(optimizer.args, "optim_bits", 32)
-            yield (_8bit if of_weight == 8 else _fp32)(weight) // (1 if two else 2)
+    for weight in of_optimizer(optimizer):
+        if getattr(optimizer, "is_paged", False) and weight.numel() >= _SMALL_PAGED:
+            continue
+        of_weight = bits.get(id(weight)) or getattr(optimizer.args, "optim_bits", 32)
+        yield (_8bit if of_weight == 8 else _fp32)(weight) // (1 if two else 2)

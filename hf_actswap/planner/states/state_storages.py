@@ -447,6 +447,14 @@ def state_tensors(optimizer: Any) -> Iterator[tuple[Hashable, torch.Tensor]]:
         yield from ((key, leaf) for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
+def trained_in(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of an optimizer's group that are trained: frozen ones never have a state.
+
+    Loops with adapters often hand all parameters of the model to the optimizer.
+    """
+    return (parameter for parameter in group["params"] if parameter.requires_grad)
+
+
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from trained_in(group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import ActSwapConfig, MemoryConfig
-from .config.sizes import GIB
+from .config.sizes import GIB, gib_text
 from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.frozen_weights import FrozenWeights, problems_of_weights, sizes_on_host, weights_of
 from .engine.hook_wrappers import Hook
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
-from .errors import ConfigError, PlanError, Problem, short_traceback
+from .errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from .parallel import enclosing_replicas
 from .parallel.block_hooks import keep_gathered_inputs
 from .plan import (
@@ -33,7 +33,7 @@ from .plan import (
     resolve_plan,
     with_problems_of_model,
 )
-from .plan.actions import NOT_COMPARED, Tile, format_scopes
+from .plan.actions import NOT_COMPARED, Scope, Tile, format_scopes
 from .plan.dry_run import is_dry
 from .plan.model_structure import unwrapped
 from .plan.tiles import tile_ladder
@@ -299,15 +299,16 @@ def _with_weights(
     undo.callback(owned)
     if weights is not None:
         return replace(training, fixed=on_host), None
-    if training.memory.weights != "auto":
-        return training, None
+    memory, asked = training.memory, training.memory.weights == "auto"
     root = unwrapped(model)
+    overlaps = transfer.overlaps if transfer else any(one.device.type != "cpu" for one in root.parameters())
+    if not asked and not (memory.weights_may_move and overlaps and not training.part):
+        return training, None
     try:
-        sizes_bytes = sizes_on_host(root, structure)
-        if problems := problems_of_weights(root, structure):
-            raise PlanError(problems)
+        sizes_bytes = movable_weights(root, structure, training.fixed)
     except PlanError as error:
-        logger.info("memory.weights: auto: all weights stay on the device: %s", str(error))
+        said = "memory.weights: %s: all weights stay on the device: %s"
+        logger.log(logging.INFO if asked else logging.DEBUG, said, memory.weights, str(error))
         return training, None
 
     def to_host() -> FrozenWeights:
@@ -316,7 +317,60 @@ def _with_weights(
         assert weights is not None
         return weights
 
-    return training, MovableWeights(sizes_bytes, to_host)
+    return training, MovableWeights(sizes_bytes, to_host, if_faster=asked)
+
+
+def movable_weights(root: nn.Module, structure: ModelStructure, plan: MemoryPlan) -> Mapping[Scope, int]:
+    """Return the bytes of each layer's frozen weights, which the planner may move to the host.
+
+    Raises:
+        PlanError: there are none, something else owns them, or the host has too little memory. (Weights of a
+            model on the CPU are there already.)
+    """
+    sizes_bytes = sizes_on_host(root, structure)
+    if problems := problems_of_weights(root, structure):
+        raise PlanError(problems)
+    needed_bytes, there_bytes = sum(sizes_bytes.values()), HostMemory(plan).limit_bytes
+    comes = any(weight.device.type != "cpu" for weight in root.parameters())
+    if comes and there_bytes is not None and needed_bytes > there_bytes:
+        expected = f"{gib_text(needed_bytes)} for frozen weights"
+        raise PlanError([Problem("host memory", expected, gib_text(there_bytes), "Load them in fewer bits.")])
+    return sizes_bytes
+
+
+def sets_weights_aside(
+    requested: ActSwapConfig | MemoryPlan,
+    model: nn.Module,
+    device: torch.device,
+    owners: Collection[str] = (),
+) -> bool:
+    """Whether frozen weights go to the host before the model is moved to its device.
+
+    They do if that is written, or if the planner may choose and the device does not hold the training at
+    rest: with ``weights: auto``; else only where they can. ``owners`` place the weights in our stead (fsdp).
+    """
+    if isinstance(requested, MemoryPlan) or requested.memory.weights == "host":
+        return (requested.weights if isinstance(requested, MemoryPlan) else "host") == "host"
+    memory = requested.memory
+    if not memory.weights_may_move or rests_within(model, memory, device):
+        return False
+    if memory.weights == "auto":
+        return True
+    if device.type == "cpu" or owners:
+        return False
+    try:
+        structure = model_structure(model)
+        return bool(movable_weights(unwrapped(model), structure, resolve_plan(requested, structure)))
+    except ActSwapError as error:
+        logger.debug("frozen weights stay on the device: %s", str(error))
+        return False
+
+
+def set_weights_aside(requested: ActSwapConfig | MemoryPlan, model: nn.Module) -> Callable[[], None]:
+    """Move frozen weights of the layers to the host; return what takes them back."""
+    structure = model_structure(model)
+    plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, structure)
+    return weights_on_host(model, replace(plan, weights="host"), structure)[1]
 
 
 def rests_within(model: nn.Module, memory: MemoryConfig, device: torch.device) -> bool:
@@ -401,6 +455,8 @@ def weights_on_host(
     """
     root = unwrapped(model)
     found = weights_of(root)
+    if found is not None:
+        found.follow_model()
     if plan.weights == "keep" or found is not None:
         return found, lambda: None
     weights = FrozenWeights(root, structure, transfer, plan.bind_numa, plan.host_memory_bytes)

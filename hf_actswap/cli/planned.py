@@ -330,8 +330,8 @@ def planned(
 
 def chooses_itself(memory: MemoryConfig) -> bool:
     """Whether the planner chooses what moves to the host (``preference: auto``, or no ``memory`` section)."""
-    chooses = memory.preference == "auto" and memory.mode in ("adaptive", "off")
-    return chooses and memory.weights == "keep" and not memory.optimizer_in_backward
+    asked = replace(memory, mode="adaptive") if memory.mode == "off" else memory
+    return asked.weights == "keep" and asked.weights_may_move
 
 
 def with_weights_placed(at: Callable[[WeightsPlace], SearchResult], if_faster: bool = True) -> SearchResult:

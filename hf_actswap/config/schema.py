@@ -330,8 +330,9 @@ class MemoryConfig:
             step; ``off``: never.
         weights: ``host``: frozen weights of the layers (the base of LoRA and other adapters) are in
             page-locked host memory, and come to the device layer by layer ahead of forward and backward;
-            ``keep`` (default): weights stay on the device; ``auto``: the planner moves them to the host where
-            nothing fits with them on the device, or the step is predicted to be faster so.
+            ``keep`` (default): weights stay on the device, but under ``adaptive`` with ``preference: auto``,
+            which moves them to the host where nothing fits with them on the device; ``auto``: the planner
+            moves them there, or where the step is predicted to be faster so.
         optimizer_in_backward: ``true``: the optimizer steps each parameter in backward, as soon as its
             gradient is complete (with accumulation: in the last micro-batch), and frees the gradient;
             ``false`` (default): gradients wait for the optimizer's step.
@@ -365,3 +366,9 @@ class MemoryConfig:
     in_backward_clip_value: _AboveZero | None = None
     in_backward_clip_last_norm: _AboveZero | None = None
     plan_file: Text | None = None
+
+    @property
+    def weights_may_move(self) -> bool:
+        """Whether the planner may move frozen weights to the host, at least where nothing fits otherwise."""
+        chooses = self.mode == "adaptive" and self.preference == "auto" and not self.optimizer_in_backward
+        return self.weights == "auto" or (self.weights == "keep" and chooses)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -21,9 +20,9 @@ from ..apply import (
     apply_plan,
     optimizer_in_backward,
     plan_while_training,
-    rests_within,
     say_what_to_know_of,
-    weights_on_host,
+    set_weights_aside,
+    sets_weights_aside,
 )
 from ..config import ActSwapConfig
 from ..config.sizes import gib_text
@@ -64,10 +63,9 @@ from .run_record import RunRecord
 from .shared_config import facts_to_compare, worker_log
 
 
-def may_set_weights_aside(requested: ActSwapConfig | MemoryPlan) -> bool:
-    """Whether a configuration or plan keeps frozen weights on the host, or may choose to."""
-    place = requested.weights if isinstance(requested, MemoryPlan) else requested.memory.weights
-    return place != "keep"
+def weight_owners(trainer: Any) -> list[str]:
+    """Return what places a Trainer's weights in its stead."""
+    return [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]
 
 
 _AGREED_ARGUMENTS = (
@@ -317,24 +315,17 @@ class ActSwapCallback(TrainerCallback):
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
             return
         self.bind(trainer)
-        if may_set_weights_aside(self._requested):
-            with failing_together("frozen weights", args.ddp_timeout):
-                self._set_weights_aside(trainer, args.device)
+        with failing_together("frozen weights", args.ddp_timeout):
+            owners = weight_owners(trainer)
+            aside = sets_weights_aside(self._requested, trainer.model, args.device, owners)
+            if aside and owners:
+                raise PlanError([replace(_OWNED_WEIGHTS, expected=f"keep beside {name}") for name in owners])
+            if aside:
+                set_weights_aside(self._requested, trainer.model)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
                 self.parallel = _begin_for_trainer(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
-
-    def _set_weights_aside(self, trainer: Any, device: torch.device) -> None:
-        """Move frozen weights to the host; where the planner chooses, only if they must go at once."""
-        chooses = self._config.memory.weights == "auto" and not isinstance(self._requested, MemoryPlan)
-        if chooses and rests_within(trainer.model, self._config.memory, device):
-            return
-        owners = [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]
-        if owners:
-            raise PlanError([replace(_OWNED_WEIGHTS, expected=f"keep beside {name}") for name in owners])
-        structure = model_structure(trainer.model)
-        weights_on_host(trainer.model, replace(self._plan_for(structure), weights="host"), structure)
 
     def bind(self, trainer: Any) -> None:
         """Wrap methods of a Trainer: ``train`` removes the plan at its end, ``log`` adds the statistics.
@@ -404,6 +395,8 @@ class ActSwapCallback(TrainerCallback):
                 checkpointing = self._take_over(model, args, undo)
             plan, own, self.applied = self._put_on_model(model, args, state, kwargs, checkpointing)
             self.applied.on_remove(undo.pop_all().close)
+        if isinstance(self.applied, Planner):
+            self.applied.logging_context = functools.partial(self._console_on_rank_0, state)
         self._before = self._step = SwapStats()
         self._logged, self._bytes_said = self.applied.plan, False
         self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
@@ -607,7 +600,7 @@ class ActSwapCallback(TrainerCallback):
             self._record.step_ends()
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
-            with self._console_on_rank_0(state), self._planners_agreeing():
+            with self._planners_agreeing():
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 
-from ..apply import apply
+from ..apply import apply, set_weights_aside, sets_weights_aside
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan
 from ..errors import Problem, short_traceback
@@ -138,8 +139,13 @@ def prepare(
         # The planner measures the wrapped model; Accelerate's optimizer knows which micro-batch is the last.
         planned = loaded.memory.mode != "off" or loaded.memory.optimizer_in_backward
         if planned and optimizer is not None:
-            wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
-            applied = apply(wrapped, requested, optimizer=prepared_optimizer)
+            with ExitStack() as undo:
+                owned = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+                if not owned and sets_weights_aside(requested, model, accelerator.device):
+                    undo.callback(set_weights_aside(requested, model))
+                wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
+                applied = apply(wrapped, requested, optimizer=prepared_optimizer)
+                applied.on_remove(undo.pop_all().close)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
         applied, prepared_optimizer = apply(model, requested, optimizer=optimizer), None
         if optimizer is None:

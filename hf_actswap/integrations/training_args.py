@@ -9,20 +9,23 @@ therefore stands in a class of its own, and `with_actswap` combines that class w
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 from transformers.training_args import TrainingArguments
 
+from ..apply import sets_weights_aside
 from ..config import ActSwapConfig, load_config
 from ..errors import ConfigError, Problem, short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
-from .callback import ArgumentsCallback, may_set_weights_aside
+from .callback import ArgumentsCallback, weight_owners
 from .shared_config import facts_to_compare, is_unpinned_hub_id, pin_commit_on_all_ranks
 
 REPORTS_TO = "actswap"
@@ -81,9 +84,12 @@ class _ActSwapField:
     def place_model_on_device(self) -> bool | None:
         """Whether the Trainer moves the whole model to the device at its construction.
 
-        Not if frozen weights may wait on the host: the model need not fit. The rest is moved later.
+        Not if frozen weights are to wait on the host: the model need not fit. The rest is moved later.
         """
-        if may_set_weights_aside(load_config_or_plan(self.actswap)):
+        given: Any = self
+        asked = load_config_or_plan(self.actswap)
+        trainer, model = _constructed_with(given)
+        if sets_weights_aside(asked, model, given.device, weight_owners(trainer)):
             return False
         place: bool | None = super().place_model_on_device  # type: ignore[misc]
         return place
@@ -91,6 +97,21 @@ class _ActSwapField:
     def actswap_config(self) -> ActSwapConfig:
         """Return the configuration. Raises `ConfigError` if it is malformed, or if ``actswap`` is a plan."""
         return load_config(self.actswap)
+
+
+def _constructed_with(arguments: Any) -> tuple[Any, nn.Module]:
+    """Return the Trainer that is being constructed with arguments, and its model, read off the call stack.
+
+    It asks them where the model goes before it has an attribute for the model. Without a Trainer the model
+    is an empty one, which fits everywhere.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        trainer, model = frame.f_locals.get("self"), frame.f_locals.get("model")
+        if getattr(trainer, "args", None) is arguments and isinstance(model, nn.Module):
+            return trainer, model
+        frame = frame.f_back
+    return None, nn.Module()
 
 
 def _is_ours(arguments: type) -> bool:

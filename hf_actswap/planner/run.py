@@ -99,10 +99,12 @@ class MovableWeights:
     Args:
         sizes_bytes: bytes of each layer's, in the order of forward.
         to_host: keeps them on the host from then on; raises `PlanError` if there is too little memory.
+        if_faster: whether they move where a step is faster so, not only where nothing fits otherwise.
     """
 
     sizes_bytes: Mapping[Scope, int]
     to_host: Callable[[], FrozenWeights]
+    if_faster: bool = True
 
 
 class ModeLog(logging.LoggerAdapter[logging.Logger]):

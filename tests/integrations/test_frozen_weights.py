@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 
-from hf_actswap import ActSwapCallback, ActSwapTrainingArguments, ConfigError, PlanError
+from hf_actswap import (
+    ActSwapCallback,
+    ActSwapTrainingArguments,
+    ConfigError,
+    PlanError,
+    load_config,
+    prepare,
+)
+from hf_actswap.apply import sets_weights_aside
 from hf_actswap.engine.frozen_weights import weights_of
 from hf_actswap.planner import Planner
 from tests.integrations.conftest import SHORT_ON_CPU, Tokens, tiny_llama
@@ -163,8 +172,48 @@ def test_auto_sets_aside_at_once_what_the_budget_does_not_hold(
 ) -> None:
     memory = {"mode": "adaptive", "weights": "auto", "budget_gib": budget_gib}
     trainer = trainer_of(tmp_path, {"memory": memory})
-    assert trainer.args.place_model_on_device is False
+    assert trainer.place_model_on_device is not leaves
     assert (weights_of(trainer.model) is not None) is leaves
+
+
+@pytest.mark.parametrize(
+    ("memory", "owner", "expected"),
+    [
+        ({}, None, True),
+        ({"preference": "performance"}, None, False),
+        ({"budget_gib": 1.0}, None, False),
+        ({}, "fsdp", False),
+        ({"weights": "auto"}, "fsdp", True),
+    ],
+)
+def test_what_must_be_set_aside(memory: dict[str, Any], owner: str | None, expected: bool) -> None:
+    """On a device that the model is too large for, with the planner that nobody told of weights."""
+    model, owners = lora(), [] if owner is None else [owner]
+    asked = load_config({"memory": {"mode": "adaptive", "budget_gib": 0.0001, **memory}})
+    device = torch.device("cuda")
+    assert sets_weights_aside(asked, model, device, owners) is expected
+    for weight in model.parameters():
+        weight.requires_grad_(True)
+    assert sets_weights_aside(asked, model, device, owners) is ("weights" in memory)
+
+
+def test_a_prepared_loop_never_has_them_on_the_device() -> None:
+    """They are set aside before Accelerate moves the model, and come back with `remove`."""
+    model, memory = lora(), {"mode": "adaptive", "weights": "auto", "budget_gib": 0.0001}
+    optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
+    found: list[bool] = []
+
+    class Noting(Accelerator):
+        def prepare(self, *given: Any, **settings: Any) -> Any:
+            found.append(weights_of(model) is not None)
+            return super().prepare(*given, **settings)
+
+    prepared = prepare(Noting(cpu=True), model, {"memory": memory}, optimizer)
+    assert found == [True]
+    assert isinstance(prepared.applied, Planner)
+    assert prepared.applied.weights is weights_of(model)
+    prepared.applied.remove()
+    assert weights_of(model) is None
 
 
 def test_auto_needs_the_planner(tmp_path: Path) -> None:

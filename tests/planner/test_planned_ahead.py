@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_actswap import apply
-from hf_actswap.planner import BudgetError, devices, on_paper
+from hf_actswap.engine import frozen_weights, host_budget
+from hf_actswap.engine.host_pool import PageableSlabs
+from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.planner import BudgetError, Planner, devices, on_paper
 from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.phases import search
 from hf_actswap.report.run_files import saving_of
@@ -168,9 +172,31 @@ def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
 
     plain = train(tiny_llama, steps=9, shape=shape)
     found = train(tiny_llama, memory_of(0.75, plain), steps=9, shape=shape)
-    assert found.phases[4] == "stable"
-    assert found.phases[5:] == ["warm-up", "search", "stable", "stable"]
-    assert max(found.peaks[5:]) <= 0.75 * plain.peak_bytes
+    assert found.phases[4:] == ["stable", "search", "stable", "stable", "stable"]
+    assert max(found.peaks) <= 0.75 * plain.peak_bytes
+    assert found.planner is not None
+    assert found.planner.evicted_bytes == 0
+    assert found.losses == plain.losses
+
+
+@pytest.mark.parametrize("outgrown", ["search", "stable"])
+def test_a_larger_micro_batch_is_planned_for_ahead_of_its_forward(outgrown: str) -> None:
+    """Gradients of the smaller ones are there; no memory of the host is left to evict to."""
+    last = {"search": 1, "stable": 4}[outgrown]
+
+    def model() -> torch.nn.Module:
+        return tiny_llama(hidden_size=128)
+
+    def shape(step: int) -> list[tuple[int, int]]:
+        return [(2, 128), (2, 128), (4, 128) if step == last else (2, 128)]
+
+    plain = train(model, steps=7, shape=shape)
+    found = train(model, memory_of(0.85, plain), steps=7, shape=shape)
+    assert found.phases[last] == outgrown
+    assert max(found.peaks) <= 0.85 * plain.peak_bytes
+    assert found.planner is not None
+    assert found.planner.evicted_bytes == 0
+    assert found.phases[-1] == "stable"
     assert found.losses == plain.losses
 
 
@@ -230,20 +256,64 @@ def test_a_batch_that_outgrows_the_search_is_planned_for_in_tiles(caplog: pytest
 def test_a_forward_that_does_not_fit_beside_the_first_plan_runs_again_in_tiles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It comes in the trial of the first plan, and moving what is idle makes too little room."""
+    """The loop takes memory in the trial of that plan, and moving what is idle makes too little room."""
+    held: list[torch.Tensor] = []
 
     def model() -> torch.nn.Module:
         return tiny_llama(vocab_size=2048)
 
-    def shape(step: int) -> tuple[int, int]:
-        return (4, 1280) if step else (2, 1280)
+    plain = train(model, steps=1, shape=lambda _: (2, 1280))
+    limit_bytes = plain.peak_bytes
 
-    plain = train(model, steps=1, shape=lambda _: (4, 1280))
-    limit_bytes = plain.peak_bytes // 2
+    def shape(step: int) -> tuple[int, int]:
+        if step == 1:
+            held.append(torch.zeros(limit_bytes // 2, dtype=torch.uint8))
+        return 2, 1280
+
     found = train(model, {"mode": "adaptive"}, steps=5, limit_bytes=limit_bytes, shape=shape)
     assert "forward ran out of memory" in caplog.text
     assert "tile_config head: asked nothing, got tiles" in caplog.text
     assert found.phases[-1] == "stable"
+
+
+class _Overlapping(BlockingTransfer):
+    overlaps = True
+
+
+@pytest.mark.parametrize("preference", ["auto", "performance"])
+def test_frozen_weights_move_ahead_of_the_first_step_where_nothing_fits_otherwise(
+    preference: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wrote anything of weights: ``preference: performance`` leaves them on the device."""
+    for module in (frozen_weights, host_budget):
+        monkeypatch.setattr(module, "slab_source", lambda *_: PageableSlabs())
+
+    def lora() -> torch.nn.Module:
+        torch.manual_seed(1)
+        model = tiny_llama(hidden_size=256, num_hidden_layers=6)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).train()
+
+    plain = train(lora, steps=3, shape=(2, 32))
+    budget = int(0.7 * plain.peak_bytes)
+    memory = {"mode": "adaptive", "budget_gib": budget / GIB, "preference": preference}
+
+    def planned() -> Trained:
+        return train(lora, memory, steps=3, shape=(2, 32), transfer=_Overlapping(torch.device("cpu")))
+
+    if preference == "performance":
+        with pytest.raises(BudgetError, match=r"`memory\.weights: auto` moves"):
+            planned()
+        return
+    with caplog.at_level("INFO", "hf_actswap"):
+        found = planned()
+    assert "frozen weights of the layers wait on the host: nothing fits" in caplog.text
+    assert "tiles" not in caplog.text
+    assert found.phases == ["warm-up", "search", "stable"], "no step was recorded"
+    assert isinstance(found.planner, Planner)
+    assert found.planner.weights is not None
+    assert_predicted_within(0.7, plain, found)
+    assert found.planner.outcome is not None
+    assert found.planner.outcome.without_peak_bytes == pytest.approx(plain.peak_bytes, rel=0.01)
 
 
 def test_a_budget_that_nothing_fits_is_an_error(unplanned: Trained) -> None:

@@ -21,8 +21,8 @@ stable   the best measured plan                       when a batch is larger tha
                                                       warm-up begins again, a limited number of times
 ======== ============================================ =================================================
 
-Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
-guard, which moves tensors and changes no number.
+Phases change between steps, and ahead of a micro-batch that is larger than what is planned for. Inside a step
+nothing depends on a clock or on free memory, except the guard, which moves tensors and changes no number.
 
 **Search** tries the plans with the best predictions, and keeps the best that was measured.
 
@@ -33,7 +33,9 @@ They move then, and plans are searched anew.
 a single step, the first step here is guarded too. Two checks cost microseconds.
 
 * The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for runs
-  under this plan. A larger one runs under the guard; after its step the planner plans anew.
+  under this plan. For a larger one, and in the search too, ``adaptive`` plans on paper ahead of its forward
+  (`Planner._is_outgrown`): the guard may find no host memory to evict to, since the plan uses it. Where that
+  cannot be, the larger batch runs under the guard, and after its step the planner plans anew.
 * The **peak** of what was in use, after each step. If it misses the budget, or if a step ran out of memory
   and needed the guard, the planner plans anew.
 

@@ -81,7 +81,7 @@ class Planner:
         planning_s: seconds that each search took so far.
         task: what was searched last; ``None``: nothing yet.
         outcome: what a step takes with and without the plan, measured or from the file; ``None``: not known.
-        logging_context: returns a context in which the lines at the end of a step are logged.
+        logging_context: returns a context in which decisions and the lines at the end of a step are logged.
         progress: called after each step until the plan is found, with the phase and how many steps of it are
             left at most.
     """
@@ -114,7 +114,7 @@ class Planner:
         self._may_find_gradients = False  # whether a forward may meet gradients that the plan does not count
         self._recorded: RecordedStep | None = None
         self._warm_up_peak_bytes: int | None = None
-        self._plans = 0  # how many searches there were
+        self._plans = 0  # how many stable plans were given up
         self._beyond_bytes = 0  # what steps took beyond their predictions
         self._times_left = 0  # steps to be timed under a plan from paper
         self._last: MemoryPlan | None = None  # the plan before the one that is looked for
@@ -287,6 +287,7 @@ class Planner:
     def _start_anew(self, last: MemoryPlan | None) -> None:
         """Look for another plan than ``last``: on paper ahead of the next forward, else in a warm-up."""
         self._last, self._impossible = last, []
+        self._plans += isinstance(self._phase, Stable)
         self._phase, self._may_plan_ahead = WarmUp(self._run, 1), self._plans_on_paper
 
     def _leave(self, search: SearchPhase) -> None:
@@ -372,7 +373,6 @@ class Planner:
         self._recorded = _better_record(step, self._recorded)
         if step is self._recorded and not self._unplanned:
             self._warm_up_peak_bytes = phase.peak_bytes
-        self._plans += 1
         if self.progress is not None:  # the search may take seconds
             self.progress(SearchPhase.name, max(self._run.training.memory.search_steps, 1))
         try:
@@ -406,9 +406,10 @@ class Planner:
         )
         if best is not None:  # found with other states or another speed
             best = replace(best, prediction=task.predicted(task.profile, best.plan))
-        if run.movable is not None:
+        if run.movable is not None and run.movable.if_faster:
             why, best = weights_pay(task, run.movable.sizes_bytes)
             if why:
+                self._unplanned = self._unplanned or task.unplanned
                 return self._weights_to_host(why)
         moved, best = self._states_in_passing(task, step, best)
         if moved is not None:
@@ -416,6 +417,9 @@ class Planner:
         try:
             return SearchPhase(run, task, steps, best)
         except BudgetError as error:
+            if run.movable is not None:
+                self._unplanned = self._unplanned or task.unplanned
+                return self._weights_to_host()
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
             if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
@@ -425,6 +429,10 @@ class Planner:
                 raise run.with_weights_named(least) from None
             run.log.warning("not for the largest batch so far, which would be guarded: %s", str(error))
             return self._begin_search(step, None, steps=steps)
+
+    def _say(self, text: str, *values: object) -> None:
+        with self.logging_context():
+            self._run.log.info(text, *values)
 
     def _states_in_passing(
         self, task: PlanningTask, step: RecordedStep, best: Found | None
@@ -445,7 +453,7 @@ class Planner:
         if found is None:
             return None, best
         said = f"and {found.kept_ms:.0f} ms with them on the device"
-        run.log.info(
+        self._say(
             "the optimizer's states wait on the host: a step of %d micro-batch(es) is predicted to take "
             "%.0f ms, %s",
             micro_batches,
@@ -471,7 +479,7 @@ class Planner:
     def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
         """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
         run = self._run
-        run.log.info("frozen weights of the layers wait on the host: %s", why)
+        self._say("frozen weights of the layers wait on the host: %s", why)
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.weights_to_host()
@@ -508,15 +516,38 @@ class Planner:
         changed = self._tiles_ahead(args, kwargs)
         if is_dry(args, kwargs):
             return changed
+        if outgrown := self._is_outgrown(args, kwargs):
+            self._run.meter.let_go()
+            if isinstance(self._phase, SearchPhase):
+                self._leave(self._phase)
+            self._start_anew(self.plan)
         if self._may_plan_ahead:
             self._may_plan_ahead, one = False, self._micro_batches == 1
             self._may_find_gradients = one and not self._seen
             old_bytes = self._gradient_bytes() if one and self._seen else 0
             changed = self._plans_ahead(args, kwargs, old_bytes) or changed
+            if outgrown and self._in_step and not isinstance(self._phase, WarmUp):
+                self._run.step_starts()
+                self._phase.step_starts()
         elif self._may_find_gradients and self._seen and not (self._in_step and world_size() > 1):
             # In mid-step ranks may have different numbers of micro-batches, and cannot search together.
             changed = self._finds_gradients(args, kwargs) or changed
         return changed
+
+    def _is_outgrown(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the coming batch is larger than what is planned for, and can be planned for ahead of it.
+
+        Not where something else runs at the time: other ranks, whose batches differ, or a forward whose
+        backward is to come. The step then runs under the guard, and its end plans anew.
+        """
+        phase, tried = self._phase, self._planned_for
+        alone = world_size() == 1 and not self._run.forwards and self._plans < MOST_PLANS
+        if not self._plans_on_paper or not alone or isinstance(phase, WarmUp) or tried is None:
+            return False
+        size, planned = BatchSize.of(batch_shape(args, kwargs), True), phase.size
+        if planned is None or size is None or tried.covers(size):
+            return False
+        return not planned.covers(size if planned.pairs else BatchSize(size.tokens))
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of gradients that are there now, on the rank with most. All ranks must call it."""
@@ -540,8 +571,7 @@ class Planner:
             run.meter.let_go()
         else:
             said = "gradients of the last step (%s) are there in forward; zero_grad() ahead of it frees them"
-            with self.logging_context():
-                run.log.info(said, gib_text(old_bytes))
+            self._say(said, gib_text(old_bytes))
         planned = self._plans_ahead(args, kwargs, 0 if accumulates else old_bytes)
         if isinstance(self._phase, WarmUp):
             self._last = self._last or before  # where nothing fits, it stays on under the guard
@@ -581,8 +611,7 @@ class Planner:
         step = RecordedStep(profile, module_weights(root, structure), on_device, streamed)
         if isinstance(phase, WarmUp):
             phase.close()
-        self._plans += 1
-        size, tiles = BatchSize.of(profile.batch_shape, True), run.fixed.tiles
+        size, fixed = BatchSize.of(profile.batch_shape, True), run.fixed
         self._planned_for = None if size is None else size.joined(self._largest)
         try:
             self._phase = self._begin_search(step, self._planned_for)
@@ -590,7 +619,7 @@ class Planner:
             run.log.debug("no plan on paper: %s", str(error))
             self._impossible = []
             self._phase = WarmUp(run, first_steps(run))
-        if run.fixed.tiles != tiles:  # a step in these tiles is computed anew, and none recorded
+        if run.fixed is not fixed:  # in more tiles, or without the weights, a step is computed anew
             self._plans_ahead(args, kwargs, old_gradient_bytes)
         return True
 

@@ -83,6 +83,11 @@ class SearchPhase:
         return max(self._steps_left, 0)
 
     @property
+    def size(self) -> BatchSize | None:
+        """The largest batch that is planned for; ``None``: not known."""
+        return self.task.size
+
+    @property
     def best(self) -> Trial:
         return best_trial(self.trials, self.task.reservable_bytes) or self.trials[0]
 

@@ -17,7 +17,7 @@ class Stable:
 
     Args:
         size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
-        plans: how many plans were made so far.
+        plans: how many plans were given up so far.
         stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
             make the planner plan anew.
 
@@ -36,7 +36,7 @@ class Stable:
         plans: int,
         stays_guarded: bool = False,
     ) -> None:
-        self._run, self._budget_bytes, self._size = run, budget_bytes, size
+        self._run, self._budget_bytes, self.size = run, budget_bytes, size
         self._may_plan = plans < MOST_PLANS
         self._steps = 0
         self._larger = self._larger_now = False
@@ -54,7 +54,7 @@ class Stable:
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        planned = self._size
+        planned = self.size
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         if planned is not None and size is not None and not planned.covers(size):
             if not self._larger:

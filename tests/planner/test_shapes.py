@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import (
     GPT2Config,
@@ -32,7 +34,7 @@ from hf_actswap.planner import (
     profile_to_json,
 )
 from hf_actswap.planner.devices import DEVICES, attention_flops, op_ms, rates_name
-from hf_actswap.planner.record.kernels import AcceleratorKernels
+from hf_actswap.planner.record.kernels import AcceleratorKernels, kernels_of
 from hf_actswap.planner.record.shapes import RooflineClock
 from tests.engine.tiny_models import snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
@@ -179,6 +181,39 @@ def test_attention_with_dropout_saves_no_probabilities_on_an_accelerator() -> No
     for layer in model.gpt_neox.layers:
         layer.attention.attention_dropout = 0.0
     assert saved == saved_by(on_paper(model), "attention.flash_attention")
+
+
+def test_trls_losses_in_tiles_take_what_their_kernels_take() -> None:
+    """On the CPU TRL has several fp32 tiles in the place of each kernel."""
+    chunked = pytest.importorskip("trl.kernels.chunked_logprob", reason="TRL 1.16 has it")
+    before = dict(vars(chunked))
+    tokens, words, width, tile = 32, 64, 8, 16
+
+    def made_in_fp32(model: nn.Module) -> list[torch.Size]:
+        hidden, head = (
+            torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, words)
+        )
+        found: list[torch.Size] = []
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                found.extend(
+                    leaf.shape for leaf in tree_leaves(result) if getattr(leaf, "dtype", 0) == torch.float32
+                )
+                return result
+
+        with kernels_of(model), Noting():
+            targets = torch.zeros(tokens, dtype=torch.long)
+            result = chunked.ChunkedLogProbFunction.apply(hidden, head, None, targets, 1.0, tile)
+            result[0].sum().backward()
+        assert hidden.grad is not None
+        assert head.grad is not None
+        return found
+
+    assert torch.Size((tokens, tile)) in made_in_fp32(nn.Linear(1, 1))
+    assert torch.Size((tokens, tile)) not in made_in_fp32(nn.Linear(1, 1, device="meta"))
+    assert vars(chunked) == before
 
 
 @pytest.mark.parametrize("masked", ["no", "causal", "bool", "bias"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def kernels_of(model: nn.Module) -> Iterator[None]:
     if all(weight.device == _CPU for weight in model.parameters()):
         yield
         return
-    with AcceleratorKernels(), _AcceleratorTemporaries():
+    with AcceleratorKernels(), _AcceleratorTemporaries(), _kernels_of_trl():
         yield
 
 
@@ -204,6 +205,44 @@ class _AcceleratorTemporaries(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         del held  # not before the op has its result
         return result
+
+
+@contextmanager
+def _kernels_of_trl() -> Iterator[None]:
+    """Let TRL's losses in tiles of logits take what its Triton kernels take.
+
+    On the CPU it has other ops in their place, of several tiles in fp32 (``trl/kernels`` of TRL 1.16).
+    A kernel reads a tile once, and in backward it writes the gradient over it.
+    """
+    with ExitStack() as undo:
+        for module in filter(None, map(sys.modules.get, _TILED_LOSSES)):
+            for name in _IN_PLACE_OF.keys() & vars(module).keys():
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, _IN_PLACE_OF[name])
+        yield
+
+
+def _reads(*given: Any, **_flags: Any) -> None:
+    for tile in given:
+        if isinstance(tile, torch.Tensor) and tile.dim() == 2:
+            tile.sum(-1)
+
+
+def _overwrites(tile: torch.Tensor, *_given: Any, **_flags: Any) -> None:
+    tile.mul_(1)
+
+
+def _adds_product(result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """A product that is added to an fp32 tensor within its kernel: here it lies in half of that memory."""
+    torch.mm(one, other, out=result.view(one.dtype)[:, : result.shape[1]])
+
+
+_TILED_LOSSES = ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence")
+_IN_PLACE_OF: Mapping[str, Callable[..., None]] = {
+    **dict.fromkeys(("_forward_tile", "_stats_tile", "_jsd_tile"), _reads),
+    "_backward_tile": _overwrites,
+    "_addmm_fp32": _adds_product,
+}
 
 
 _RMS_NORM_IN_FP32 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")

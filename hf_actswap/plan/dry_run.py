@@ -429,8 +429,38 @@ def fakes_only(real_as: torch.device | None = None) -> Iterator[None]:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, no_backward))
         stack.enter_context(_own_parametrized())
         stack.enter_context(_own_parameters())
+        stack.enter_context(_no_launches())
         stack.enter_context(_FakeTensors(real_as))
         yield
+
+
+@contextmanager
+def _no_launches() -> Iterator[None]:
+    """Let a Triton kernel that is given fake tensors read each of them once, in place of its launch.
+
+    That takes as long as a kernel that reads or writes each once. Triton asks for addresses, which they have
+    none of, and its tuner for times.
+    """
+    with ExitStack() as undo:
+        for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
+            kind: Any = getattr(sys.modules.get(f"triton.runtime.{module}"), name, None)
+            if kind is not None:
+                undo.callback(setattr, kind, "run", kind.run)
+                kind.run = _read_if_fake(kind.run)
+        yield
+
+
+def _read_if_fake(launch: Callable[..., Any]) -> Callable[..., Any]:
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if not fakes:
+            return launch(kernel, *args, **kwargs)
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # no op of the model's: it has no name there
+            for fake in fakes:
+                fake.sum()
+        return None
+
+    return run
 
 
 @contextmanager

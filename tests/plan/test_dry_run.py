@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -251,6 +253,37 @@ def test_no_address_is_handed_out_and_the_setting_is_back(
     assert shape.functions_known
     assert "data pointer" in caplog.text
     assert torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access is setting
+
+
+@pytest.mark.parametrize("kind", ["JITFunction", "Autotuner"])
+def test_triton_kernels_are_not_launched_with_fake_tensors(
+    kind: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch asks for addresses: Liger's kernels would leave nothing to plan from but a real step."""
+    addresses = []
+
+    def run(kernel: Any, tensor: torch.Tensor, **_options: Any) -> None:
+        addresses.append(tensor.data_ptr())
+
+    made = type(kind, (), {"run": run})
+    module = SimpleNamespace(**{kind: made})
+    monkeypatch.setitem(
+        sys.modules, f"triton.runtime.{'jit' if kind == 'JITFunction' else 'autotuner'}", module
+    )
+    model = tiny_model("llama")
+    norm, launched = model.model.norm, made()
+    plain = norm.forward
+
+    def fused(hidden: torch.Tensor) -> torch.Tensor:
+        launched.run(hidden, grid=(1,), warmup=False)
+        return plain(hidden)
+
+    norm.forward = fused
+    assert model_structure(model).functions_known
+    assert addresses == [], "no small forward on the device was needed"
+    assert made.run is run
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert len(addresses) == 1
 
 
 FORWARDS = {

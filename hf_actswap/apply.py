@@ -301,7 +301,7 @@ def _with_weights(
         return replace(training, fixed=on_host), None
     memory, asked = training.memory, training.memory.weights == "auto"
     root = unwrapped(model)
-    overlaps = transfer.overlaps if transfer else any(one.device.type != "cpu" for one in root.parameters())
+    overlaps = transfer.overlaps if transfer else _is_on_accelerator(root)
     if not asked and not (memory.weights_may_move and overlaps and not training.part):
         return training, None
     try:
@@ -331,11 +331,14 @@ def movable_weights(root: nn.Module, structure: ModelStructure, plan: MemoryPlan
     if problems := problems_of_weights(root, structure):
         raise PlanError(problems)
     needed_bytes, there_bytes = sum(sizes_bytes.values()), HostMemory(plan).limit_bytes
-    comes = any(weight.device.type != "cpu" for weight in root.parameters())
-    if comes and there_bytes is not None and needed_bytes > there_bytes:
+    if _is_on_accelerator(root) and there_bytes is not None and needed_bytes > there_bytes:
         expected = f"{gib_text(needed_bytes)} for frozen weights"
         raise PlanError([Problem("host memory", expected, gib_text(there_bytes), "Load them in fewer bits.")])
     return sizes_bytes
+
+
+def _is_on_accelerator(root: nn.Module) -> bool:
+    return any(weight.device.type != "cpu" for weight in root.parameters())
 
 
 def sets_weights_aside(
@@ -349,9 +352,11 @@ def sets_weights_aside(
     They do if that is written, or if the planner may choose and the device does not hold the training at
     rest: with ``weights: auto``; else only where they can. ``owners`` place the weights in our stead (fsdp).
     """
-    if isinstance(requested, MemoryPlan) or requested.memory.weights == "host":
-        return (requested.weights if isinstance(requested, MemoryPlan) else "host") == "host"
+    if isinstance(requested, MemoryPlan):
+        return requested.weights == "host"
     memory = requested.memory
+    if memory.weights == "host":
+        return True
     if not memory.weights_may_move or rests_within(model, memory, device):
         return False
     if memory.weights == "auto":

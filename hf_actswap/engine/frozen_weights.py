@@ -541,8 +541,7 @@ class FrozenWeights:
         with uninterrupted():
             for layer in self.layers:
                 self._wrap(layer)
-        if self.device.type != "cpu":
-            self._prepare(self.device)
+        self.follow_model()
 
     @uninterrupted()
     def remove(self) -> None:

@@ -63,6 +63,11 @@ class BatchSize:
     def covers(self, other: BatchSize) -> bool:
         return self.tokens >= other.tokens and self.pairs >= other.pairs
 
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """Whether a batch of (batch, sequence) is no larger, or its size is not known."""
+        size = BatchSize.of(shape, self.pairs > 0)
+        return size is None or self.covers(size)
+
     def joined(self, other: BatchSize | None) -> BatchSize:
         """Return the least size that covers both."""
         if other is None:

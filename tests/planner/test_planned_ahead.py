@@ -181,7 +181,7 @@ def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
 
 @pytest.mark.parametrize("outgrown", ["search", "stable"])
 def test_a_larger_micro_batch_is_planned_for_ahead_of_its_forward(outgrown: str) -> None:
-    """Gradients of the smaller ones are there; no memory of the host is left to evict to."""
+    """Gradients of the smaller ones are there, and nothing is evicted."""
     last = {"search": 1, "stable": 4}[outgrown]
 
     def model() -> torch.nn.Module:

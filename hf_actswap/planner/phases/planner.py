@@ -409,8 +409,7 @@ class Planner:
         if run.movable is not None and run.movable.if_faster:
             why, best = weights_pay(task, run.movable.sizes_bytes)
             if why:
-                self._unplanned = self._unplanned or task.unplanned
-                return self._weights_to_host(why)
+                return self._weights_to_host(task.unplanned, why)
         moved, best = self._states_in_passing(task, step, best)
         if moved is not None:
             return self._begin_search(moved, largest, best, steps)
@@ -418,8 +417,7 @@ class Planner:
             return SearchPhase(run, task, steps, best)
         except BudgetError as error:
             if run.movable is not None:
-                self._unplanned = self._unplanned or task.unplanned
-                return self._weights_to_host()
+                return self._weights_to_host(task.unplanned)
             self._impossible.append(error)
             rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
             if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
@@ -476,18 +474,25 @@ class Planner:
         self._phase = self._begin_search(moved, self._largest, best, steps)
         return True
 
-    def _weights_to_host(self, why: str = "nothing fits with them on the device") -> WarmUp:
-        """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up."""
+    def _weights_to_host(
+        self, without: Prediction | None, why: str = "nothing fits with them on the device"
+    ) -> WarmUp:
+        """Keep frozen weights on the host from now on, on all ranks, and return a new warm-up.
+
+        ``without`` as for `_more_tiles`.
+        """
         run = self._run
         self._say("frozen weights of the layers wait on the host: %s", why)
         if isinstance(self._phase, WarmUp):
             self._phase.close()
         run.weights_to_host()
-        self._recorded = None
+        self._unplanned, self._recorded = self._unplanned or without, None
         return WarmUp(run, first_steps(run))
 
     def _more_room(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
-        return self._more_tiles(size, without) if self._run.movable is None else self._weights_to_host()
+        return (
+            self._more_tiles(size, without) if self._run.movable is None else self._weights_to_host(without)
+        )
 
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
         """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
@@ -516,19 +521,17 @@ class Planner:
         changed = self._tiles_ahead(args, kwargs)
         if is_dry(args, kwargs):
             return changed
-        if outgrown := self._is_outgrown(args, kwargs):
+        if self._is_outgrown(args, kwargs):
             self._run.meter.let_go()
             if isinstance(self._phase, SearchPhase):
                 self._leave(self._phase)
             self._start_anew(self.plan)
+            self._in_step = False  # this forward begins a step of the next plan
         if self._may_plan_ahead:
             self._may_plan_ahead, one = False, self._micro_batches == 1
             self._may_find_gradients = one and not self._seen
             old_bytes = self._gradient_bytes() if one and self._seen else 0
             changed = self._plans_ahead(args, kwargs, old_bytes) or changed
-            if outgrown and self._in_step and not isinstance(self._phase, WarmUp):
-                self._run.step_starts()
-                self._phase.step_starts()
         elif self._may_find_gradients and self._seen and not (self._in_step and world_size() > 1):
             # In mid-step ranks may have different numbers of micro-batches, and cannot search together.
             changed = self._finds_gradients(args, kwargs) or changed
@@ -540,14 +543,12 @@ class Planner:
         Not where something else runs at the time: other ranks, whose batches differ, or a forward whose
         backward is to come. The step then runs under the guard, and its end plans anew.
         """
-        phase, tried = self._phase, self._planned_for
+        phase = self._phase
         alone = world_size() == 1 and not self._run.forwards and self._plans < MOST_PLANS
-        if not self._plans_on_paper or not alone or isinstance(phase, WarmUp) or tried is None:
+        if not self._plans_on_paper or not alone or isinstance(phase, WarmUp):
             return False
-        size, planned = BatchSize.of(batch_shape(args, kwargs), True), phase.size
-        if planned is None or size is None or tried.covers(size):
-            return False
-        return not planned.covers(size if planned.pairs else BatchSize(size.tokens))
+        shape, sizes = batch_shape(args, kwargs), (phase.size, self._planned_for)
+        return not any(size is None or size.holds(shape) for size in sizes)
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of gradients that are there now, on the rank with most. All ranks must call it."""
@@ -639,7 +640,7 @@ class Planner:
                 if self._run.movable is None:
                     self.remove()
                     raise error
-                self._phase = self._weights_to_host()
+                self._phase = self._weights_to_host(None)
                 return True
         if not self._may_tile_ahead or is_dry(args, kwargs):
             return False

@@ -54,9 +54,7 @@ class Stable:
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        planned = self.size
-        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
-        if planned is not None and size is not None and not planned.covers(size):
+        if self.size is not None and not self.size.holds(shape):
             if not self._larger:
                 self._run.log.info(
                     "a batch of %s is larger than what is planned for: this step runs under the guard", shape

@@ -17,7 +17,7 @@ from .call_state import CallState
 from .module_state import CalledModule, ModuleFacts, Surroundings
 from .stats import Counters
 from .tickets import StaleTensorError
-from .verify import SAME, Expect, RecomputeError, SavedForm, Verifier
+from .verify import SAME, Checksums, RecomputeError, SavedByRun, SavedForm, Verifier
 
 
 class CheckpointedLayer:
@@ -56,32 +56,54 @@ class CheckpointedLayer:
 class CheckpointedCall:
     """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
-    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_state", "_stops_early")
+    __slots__ = (
+        "_called",
+        "_checksums",
+        "_entered",
+        "_expected",
+        "_layer",
+        "_ran",
+        "_state",
+        "_stops_early",
+    )
 
     def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
         self._layer, self._called, self._state, self._ran = layer, called, state, False
         self._expected: list[SavedForm] = []
+        self._checksums: Checksums | None = None
         self._stops_early = checkpointing._enable_checkpoint_early_stop is not False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
         """Return the contexts of the call, and of its run in backward."""
-        expect = self._layer.verifier.of_call((self._layer.scope, "", None))
-        noting = self._called.noting()
-        return (noting if expect is None else self._expecting(noting, expect)), self
+        noting, saved = self._called.noting(), self._layer.verifier.of_run()
+        return (noting if saved is None else self._expecting(noting, saved)), self
 
     @contextmanager
-    def _expecting(self, noting: AbstractContextManager[Any], expect: Expect) -> Iterator[None]:
-        with noting, packs_seen(lambda tensor: self._expected.append(SavedForm.of(tensor, expect))):
-            yield
+    def _expecting(self, noting: AbstractContextManager[Any], saved: SavedByRun) -> Iterator[None]:
+        def note(tensor: torch.Tensor) -> None:
+            self._expected.append(SavedForm.of(tensor, None))
+            saved.add(tensor)
 
-    def _checked(self) -> AbstractContextManager[None]:
-        waiting = enumerate(self._expected)
+        with noting, packs_seen(note):
+            yield
+        self._checksums = saved.checksums()
+
+    @contextmanager
+    def _checked(self, expected: Checksums) -> Iterator[None]:
+        verifier = self._layer.verifier
+        waiting, saved = enumerate(self._expected), SavedByRun(verifier)
 
         def check(tensor: torch.Tensor) -> None:
             for index, form in islice(waiting, 1):
                 form.check(tensor, self._layer.name, index)
+                saved.add(tensor)
 
-        return packs_seen(check)
+        try:
+            with packs_seen(check):
+                yield
+        finally:  # the run ends with an exception as soon as all tensors are there
+            if next(waiting, None) is None:
+                verifier.compare((self._layer.scope, "", None), expected, saved.checksums())
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward; in backward with the context variables of the call."""
@@ -100,8 +122,8 @@ class CheckpointedCall:
         self._entered.enter_context(self._called.restored())
         if not self._layer.shown:
             self._entered.enter_context(self._watched())
-        if self._expected:
-            self._entered.enter_context(self._checked())
+        if self._checksums is not None:
+            self._entered.enter_context(self._checked(self._checksums))
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

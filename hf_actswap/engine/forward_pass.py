@@ -50,6 +50,7 @@ from .recompute import Region
 from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, Checkpoint, CheckpointInputs, ForwardContext, SwappedStorages
 from .tickets import Place, SwapGroup, SwapTicket, Ticket, keep
+from .verify import Derivations, is_weight
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +149,16 @@ class ForwardPass:
     Args:
         outside: modules whose parameters and buffers are never touched: those around the scopes.
         call: arguments of the model, which are unowned.
+        derivations: which results of functions that run again need not be compared; ``None``: none are.
     """
 
     def __init__(
-        self, context: ForwardContext, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
+        self,
+        context: ForwardContext,
+        outside: Iterable[nn.Module],
+        traces: CachedTraces,
+        call: Any = (),
+        derivations: Derivations | None = None,
     ) -> None:
         # 30 attributes at most: with more, Python takes a tenth longer to find any of them, in `pack` too.
         self._context, self._traces = context, traces
@@ -182,6 +189,7 @@ class ForwardPass:
         self.stack: OpStack | None = None
         self.running: Action | None = None
         self.region: Region | None = None
+        self._derivations = derivations
         self.packing = False
 
     def track(self, tensor: torch.Tensor) -> int | None:
@@ -293,7 +301,7 @@ class ForwardPass:
             return weight
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
-        return self._keep(tensor) if owner is None else self._ticket(tensor, owner, op)
+        return self._keep(tensor) if owner is None else self._ticket(tensor, owner, op, follows=True)
 
     def end(self) -> None:
         """End the model's forward: release what is left, and schedule the copies back."""
@@ -348,18 +356,26 @@ class ForwardPass:
                 group.last_use = op
         key = self.track(tensor)
         owner = None if key is None else self.owners.by_key(key)
-        saved = tensor
+        saved, follows = tensor, self._derivations is not None and self._follows(self._derivations, tensor)
         if owner is None or not (owner.is_external and tensor.is_leaf):  # a weight may get other data (EMA)
             tensor = tensor.detach()
         if owner is None:
             ticket: Ticket = self._keep(tensor)
         elif region is not None and _is_inside(owner):
-            ticket = region.saved(tensor)
+            ticket = region.saved(tensor, follows)
         else:
-            ticket = self._ticket(tensor, owner, op)
+            ticket = self._ticket(tensor, owner, op, follows)
         if self._watched is not None:
             self._watched.append(self._step_of(saved, owner, ticket, op - self._first_op))
         return ticket
+
+    @staticmethod
+    def _follows(derivations: Derivations, saved: torch.Tensor) -> bool:
+        """Whether a tensor that is saved now is right in backward if those saved before are."""
+        follows = derivations.of(saved) is not None
+        if saved.grad_fn is not None or is_weight(saved):  # others can be written unseen
+            derivations.saved()
+        return follows
 
     def _step_of(self, saved: torch.Tensor, owner: Owner | None, ticket: Ticket, offset_ops: int) -> Step:
         """Return the record of a saved tensor, in its pack hook."""
@@ -382,9 +398,9 @@ class ForwardPass:
             return self._fates[self.scope, *self.stack.unseen()]
         return self._fates[self.scope, "", None]
 
-    def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket:
+    def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int, follows: bool) -> Ticket:
         if owner.region is not None:
-            return owner.region.output(owner.position, tensor) or self._keep(tensor)
+            return owner.region.output(owner.position, tensor, follows) or self._keep(tensor)
         if owner.action.ticket is not None:
             return owner.action.ticket(tensor) or self._keep(tensor)
         if owner.action.kind == "swap":

@@ -70,7 +70,7 @@ from .plan_runtime import PlanRuntime, Resources
 from .recompute import Region
 from .stats import Counters
 from .swapped_storages import PackHandler, checkpoint_of
-from .verify import RecomputeError, Verifier
+from .verify import Derivations, RecomputeError, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +295,7 @@ class Engine:
         self._counters = Counters()
         self._verifier = Verifier(plan.verify)
         self._surroundings = Surroundings(self._root, self._layers.values())
+        self.differing: tuple[OpCall, ...] = ()
         self._keeps_what_differs = resources.replicas is None  # else the ranks' collectives would part
         self._fates = FateTable(
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
@@ -408,6 +409,7 @@ class Engine:
             return
         kept = [call for call in differ if call[1] and self._keeps_what_differs]
         if kept:
+            self.differing += tuple(kept)
             self._change(keep_what_differs(self.plan, kept), logging.WARNING)
         for path, scopes in scopes_by_path(call for call in differ if call not in kept).items():
             where = f"layers {format_scopes(scopes)}" + (f", {path}" if path else "")
@@ -454,7 +456,8 @@ class Engine:
                 self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
-        forward = ForwardPass(self.runtime.watched(context), self._outside, traces, (args, kwargs))
+        call, derivations = (args, kwargs), Derivations() if self._verifier.on else None
+        forward = ForwardPass(self.runtime.watched(context), self._outside, traces, call, derivations)
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)

@@ -13,7 +13,7 @@ from torch import nn
 from ..config import Verify
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, Adjustment, MemoryPlan, Tile
+from ..plan.actions import SCOPES, Adjustment, MemoryPlan, OpCall, Tile
 from ..plan.in_words import plan_in_words
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from ..plan.tiles import checked_tiles
@@ -108,6 +108,11 @@ class AppliedPlan:
     def verify(self, when: Verify) -> None:
         """Compare what recomputation rebuilds, as ``memory.verify`` says it, from the next forward on."""
         self._engine.verify(when)
+
+    @property
+    def differing(self) -> tuple[OpCall, ...]:
+        """The ops that gave other numbers when they ran again, and are kept since."""
+        return self._engine.differing
 
     @uninterrupted()
     def suspend(self) -> None:

@@ -499,11 +499,12 @@ class Region:
         self._versions: dict[int, int] = {}
         self.kept = KeptResults(ticket_of, device) if keeps else None
 
-    def saved(self, tensor: torch.Tensor) -> RegionTicket:
-        """Make the ticket of the tensor packed last."""
+    def saved(self, tensor: torch.Tensor, follows: bool) -> RegionTicket:
+        """Make the ticket of the tensor packed last; ``follows`` as of `output`."""
         self._hold_inputs()
         index = self.packs - 1
-        self.expected[index] = SavedForm.of(tensor, self._expect)
+        expect = None if follows and self.called is None else self._expect
+        self.expected[index] = SavedForm.of(tensor, expect)
         if self.kept is not None:
             self.kept.saved(index, tensor)
         return RegionTicket(self, index)
@@ -533,17 +534,25 @@ class Region:
         self._hold_inputs()
         self._versions[position] = tensor._version
 
-    def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
+    def output(self, position: int, tensor: torch.Tensor, follows: bool) -> OutputTicket | None:
         """Make a ticket for a view of an output.
 
-        ``None`` if the output was written since it was returned, because a new run would return the old one.
+        Args:
+            follows: whether it is right if other tensors are: by `Derivations`, or only an operator that
+                runs again reads it. What a function rebuilds is not compared then: it is the same function.
+
+        Returns:
+            ``None`` if the output was written since it was returned: a new run would return the old one.
         """
         if tensor._version != self._versions.get(position):
             return None
         view = View.of(tensor)
         if position not in self._outputs:
-            self._outputs[position] = _Output(view, self._expect and self._expect(tensor))
-        self._outputs[position].tickets += 1
+            self._outputs[position] = _Output()
+        output = self._outputs[position]
+        if self._expect is not None and output.compare is None and not (follows and self.called is None):
+            output.view, output.compare = view, self._expect(tensor)
+        output.tickets += 1
         return OutputTicket(self, position, view)
 
     def take_saved(self, index: int) -> torch.Tensor:
@@ -603,7 +612,7 @@ class Region:
         returned = tensors_in(result)
         for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
             if output.kept is None and position < len(returned):
-                if output.compare is not None:
+                if output.compare is not None and output.view is not None:
                     output.compare(output.view.on(returned[position].detach(), 0))
                 output.kept, output.unread = keep(returned[position].detach()), output.tickets
                 output.runs += 1
@@ -656,11 +665,11 @@ class _Output:
     """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it.
 
     Args:
-        view: what the first of its tickets shows; ``compare``: what is called with that, once it is rebuilt.
+        view: what one of its tickets shows; ``compare``: what is called with that, once it is rebuilt.
     """
 
-    view: View
-    compare: Compare | None
+    view: View | None = None
+    compare: Compare | None = None
     tickets: int = 0
     kept: Kept | None = None
     runs: int = 0

@@ -13,21 +13,30 @@ so do rows that changed places; differences go unseen that cancel each other out
 is read once, and 8 bytes are held until backward. No copy is made of it, unless its elements do not lie side
 by side or its last dimension is no multiple of 64 bits. Rows are those of as many of the first dimensions as
 leave few of them: their sums must not need memory that a plan has given away.
+
+Half of what a layer saves need not be read: a gate's activation and its product with the other projection,
+a norm's result. They are elementwise results, without state, of tensors that are saved too (`Derivations`).
+Equal ones give equal results, unless something writes into these through ``.data``, or without gradients
+between two functions. Nor is read what is only the input of another operator that runs again: a difference
+there shows in what is computed of it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config import Verify
 from ..plan.actions import OpCall
+from .autograd_state import packing_node_number
 
 Compare = Callable[[torch.Tensor], None]
 Expect = Callable[[torch.Tensor], Compare | None]
@@ -68,21 +77,112 @@ class SavedForm(NamedTuple):
             self.compare(rebuilt)
 
 
+Derivation = tuple[tuple[str, torch.dtype, str], ...]
+"""The nodes that computed a tensor from others: their names, dtypes of results, and kind of GELU."""
+
+
+class Checksums(NamedTuple):
+    """Of what one run of a layer saves: a checksum for each device, and how tensors in none were computed."""
+
+    sums: tuple[torch.Tensor, ...]
+    derived: tuple[Derivation | None, ...]
+
+
+class Derivations:
+    """How saved tensors were computed, if only elementwise, from tensors that are saved themselves.
+
+    The functions known here read nothing but their inputs: a product saves each input that the gradient of
+    the other needs, an activation its input, and casts and views save none.
+    """
+
+    _RESULTS = frozenset({"GeluBackward0", "MulBackward0", "SiluBackward0"})
+    _COPIES = frozenset({"ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"})
+
+    def __init__(self) -> None:
+        self._saved: Counter[int] = Counter()
+
+    def saved(self) -> None:
+        """Note that the node that is being built saves a tensor that is right in backward."""
+        self._saved[packing_node_number()] += 1
+
+    def of(self, tensor: torch.Tensor) -> Derivation | None:
+        """Return how ``tensor`` was computed; ``None``: it is no result of saved tensors alone."""
+        # What was written in place is no longer what its node computed.
+        return None if tensor._version else self._of_node(tensor.grad_fn)
+
+    def _of_node(self, node: Any) -> Derivation | None:
+        name = "" if node is None else node.name()
+        if name not in self._RESULTS | self._COPIES:
+            return None
+        inputs = [function for function, _ in node.next_functions]
+        own = (name, node._input_metadata[0].dtype, getattr(node, "_saved_approximate", ""))
+        saved = self._saved[node._sequence_nr()] if name in self._RESULTS else 0
+        if saved == len(inputs):
+            return (own,)
+        unsaved = [one for one in inputs if one is not None]
+        if len(unsaved) + saved != len(inputs):
+            return None  # a number, or a tensor that nobody saved
+        before = [self._of_node(one) for one in unsaved]
+        return None if None in before else (own, *chain.from_iterable(filter(None, before)))
+
+
+class SavedByRun:
+    """Takes the checksums of what one run of a layer saves.
+
+    A tensor is read once, however many operators save it, and not at all if it follows from others.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier, self._derivations = verifier, Derivations()
+        # A weak reference keeps the address of a storage from being given to another, and not its memory.
+        self._read: dict[tuple[Any, ...], StorageWeakRef] = {}
+        self._rows: dict[torch.device, list[torch.Tensor]] = {}
+        self._derived: list[Derivation | None] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take in a tensor that the node that is being built saves."""
+        if not is_weight(tensor):
+            if not _has_bits(tensor):
+                return
+            self._derived.append(self._derivations.of(tensor))
+            if self._derived[-1] is None:
+                self._read_once(tensor)
+        self._derivations.saved()
+
+    def checksums(self) -> Checksums:
+        """Return the checksums of all tensors that were added."""
+        devices = sorted(self._rows, key=str)
+        sums = tuple(self._verifier.weighted(torch.cat(self._rows[device])) for device in devices)
+        return Checksums(sums, tuple(self._derived))
+
+    def _read_once(self, tensor: torch.Tensor) -> None:
+        ref = StorageWeakRef(tensor.untyped_storage())
+        place = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
+        if (ref.cdata, *place) not in self._read:
+            self._read[ref.cdata, *place] = ref
+            self._rows.setdefault(tensor.device, []).append(row_sums(tensor))
+
+
 class Verifier:
     """The comparisons of one applied plan.
 
     Args:
         when: ``first``: until those of a step have been read; ``always``; ``off``.
+
+    Attributes:
+        on: whether anything is compared now.
     """
 
     def __init__(self, when: Verify) -> None:
         self.begin(when)
         self._compared: list[tuple[OpCall, torch.Tensor, torch.Tensor]] = []
+        self._differ: list[OpCall] = []
         self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def begin(self, when: Verify) -> None:
         """Compare from the next forward on, as if the plan had just been applied."""
-        self._always, self._on = when == "always", when != "off"
+        self._always, self.on = when == "always", when != "off"
+        self._forwards, self._expects = 0, False
 
     def of_call(self, call: OpCall) -> Expect | None:
         """Return what is to be called with each tensor that ``call`` has in forward, and will rebuild.
@@ -90,27 +190,44 @@ class Verifier:
         It returns what is to be called with the rebuilt one. ``None``: nothing is compared. Weights, sparse
         and packed tensors, those of subclasses (fake ones too), and a compiler's, never are.
         """
-        return partial(self._expect, call) if self._on else None
+        return partial(self._expect, call) if self.on else None
 
     def _expect(self, call: OpCall, tensor: torch.Tensor) -> Compare | None:
-        if not _has_bits(tensor) or _is_weight(tensor):
+        if not _has_bits(tensor) or is_weight(tensor):
             return None
-        expected = self.checksum(tensor)
+        self._expects, expected = True, self.checksum(tensor)
 
         def compare(rebuilt: torch.Tensor) -> None:
             self._compared.append((call, expected, self.checksum(rebuilt)))
 
         return compare
 
+    def of_run(self) -> SavedByRun | None:
+        """Return what takes the checksums of one run of a layer; ``None``: nothing is compared."""
+        self._expects = True
+        return SavedByRun(self) if self.on else None
+
+    def compare(self, call: OpCall, before: Checksums, again: Checksums) -> None:
+        """Compare what ``call``, a layer, saved in forward with what a run in backward saved."""
+        if before.derived == again.derived and len(before.sums) == len(again.sums):
+            self._compared += [(call, *sums) for sums in zip(before.sums, again.sums, strict=True)]
+        else:  # other operators, or on other devices
+            self._differ.append(call)
+
     def differing(self) -> tuple[OpCall, ...]:
         """Return the calls that gave something else, of those compared since this was last called.
 
-        Waits for the device if anything was compared.
+        It is called at the start of each forward, and ends comparing as ``memory.verify`` says. Waits for the
+        device if anything was compared.
         """
         compared, self._compared = self._compared, []
+        differ, self._differ = self._differ, []
+        nothing_to_compare = self._forwards > 0 and not self._expects
+        self._forwards += 1
+        if compared or differ or nothing_to_compare:
+            self.on = self._always
         if not compared:
-            return ()
-        self._on = self._always
+            return tuple(dict.fromkeys(differ))
         self._weights.clear()
         # Some tensors may be on the CPU: tables of positions, say.
         device = max((one.device for _, one, _ in compared), key=lambda device: device.type != "cpu")
@@ -118,16 +235,15 @@ class Verifier:
             torch.stack([sums[at].to(device) for _, *sums in compared]).tolist() for at in (0, 1)
         )
         pairs = zip(compared, expected, found, strict=True)
-        return tuple(dict.fromkeys(call for (call, *_), one, other in pairs if one != other))
+        return tuple(dict.fromkeys([*differ, *(call for (call, *_), one, other in pairs if one != other)]))
 
-    @torch.no_grad()
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a number, int64, for a tensor of any shape."""
-        bits = _words(tensor.detach())
-        counts = accumulate(bits.shape[:-1] if bits.dim() > 1 else bits.shape, mul, initial=1)
-        first = max(at for at, rows in enumerate(counts) if rows <= _MOST_ROWS or not at)
-        inside = tuple(range(first, bits.dim()))
-        rows = (bits.sum(inside, dtype=torch.int64) if inside else bits.long()).reshape(-1)
+        return self.weighted(row_sums(tensor))
+
+    @torch.no_grad()
+    def weighted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``rows``, shape [rows], each multiplied by a number that depends on its place."""
         return (rows * self._weights_of(rows)).sum()
 
     def _weights_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -136,6 +252,16 @@ class Verifier:
             places = torch.arange(1, len(rows) + 1, device=rows.device)
             self._weights[key] = (places * _FACTOR + places * places) * 2 + 1
         return self._weights[key]
+
+
+@torch.no_grad()
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a tensor's bits, int64, row by row."""
+    bits = _words(tensor.detach())
+    counts = accumulate(bits.shape[:-1] if bits.dim() > 1 else bits.shape, mul, initial=1)
+    first = max(at for at, rows in enumerate(counts) if rows <= _MOST_ROWS or not at)
+    inside = tuple(range(first, bits.dim()))
+    return (bits.sum(inside, dtype=torch.int64) if inside else bits.long()).reshape(-1)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,5 +288,6 @@ def _has_bits(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.element_size() in _INTEGERS
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
     return isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)

@@ -25,9 +25,10 @@ from ..engine.swapped_storages import EvictableTensors, PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan, Scope, Tile
+from ..plan.actions import MemoryPlan, OpCall, Scope, Tile
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.settle import keep_what_differs
 from ..plan.wrappers import WithoutCheckpointing
 from .budget import BudgetError, impossible
 from .meter import Meter
@@ -222,6 +223,7 @@ class Run:
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: ExitStack = field(default_factory=ExitStack)
     _past: SwapStats = field(default_factory=SwapStats)
+    _differing: tuple[OpCall, ...] = ()
     _begun: Stamp | None = None
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
@@ -366,6 +368,8 @@ class Run:
         empty = MemoryPlan((), len(structure.layers), structure.family)
         # Checksums would count in the memory and the time of a trial: `Stable` switches them on.
         put = replace(empty if plan is None else plan, tiles=self.fixed.tiles, verify="off")
+        if self._differing:  # no plan is searched for with that in mind: what is kept may take too much, once
+            put = keep_what_differs(put, self._differing)
         self.applied = self.put(put, self.pack_handler)
         self.wrap()
         self.set_guard(guarded)
@@ -400,6 +404,7 @@ class Run:
         if applied is not None:
             self._past += applied.stats()
             applied.remove()
+            self._differing += applied.differing
 
     @uninterrupted()
     def wrap(self) -> None:

@@ -6,9 +6,9 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ from torch import nn
 
 import hf_actswap
 from hf_actswap import MemoryPlan, load_config
-from hf_actswap.engine.verify import Verifier
+from hf_actswap.engine.autograd_state import packs_seen
+from hf_actswap.engine.verify import Checksums, SavedByRun, Verifier, row_sums
 from tests.engine.tiny_models import tiny_llama
 
 WHOLE = {"recompute_config": {"recompute": True}}
@@ -191,6 +192,59 @@ def test_what_changes_is_found(
         assert [one.where for one in applied.plan.adjustments] == ["memory.verify"]
 
 
+class Drifting(torch.autograd.Function):
+    """A kernel whose result changes from call to call."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        Drifting.calls += 1
+        return hidden * (1 + Drifting.calls / 64)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class Drifts(nn.Module):
+    def __init__(self, between: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        drifted: torch.Tensor = hf_actswap.adapt_mem_func_wrapper(Drifting, hidden)
+        read = drifted if self.between is None else self.between(drifted, hidden)
+        return nn.functional.silu(read) * hidden  # which saves `hidden`, so that to run again pays
+
+
+@pytest.mark.parametrize(
+    ("between", "ops", "kept"),
+    [
+        (None, ("Drifting", "silu"), "Drifting"),
+        (torch.add, ("Drifting", "add", "silu"), "add"),
+        (torch.mul, ("Drifting", "mul", "silu"), "Drifting"),
+        (lambda one, _: one.double().float(), ("Drifting", "double", "float", "silu"), "float"),
+    ],
+    ids=["saved", "added", "multiplied", "cast"],
+)
+def test_a_kernel_that_changes_is_found_in_what_backward_reads(
+    between: Callable[..., torch.Tensor] | None,
+    ops: Sequence[str],
+    kept: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of functions the results are compared that autograd saves: not what only other functions read."""
+    model = tiny_llama(num_hidden_layers=4)
+    model.model.layers[LAYER].mlp.act_fn = Drifts(between)
+    again = {"select_recompute": {f"mlp.act_fn.{op}": [4] for op in ops}}
+    with caplog.at_level(logging.WARNING):
+        applied = train(model, {"recompute_config": again})
+        applied.remove()
+    (line,) = warned(caplog)
+    assert line.startswith(f"memory.verify mlp.act_fn.{kept}, layers {LAYER}:")
+
+
 def test_an_op_that_is_kept_has_the_gradients_of_its_forward() -> None:
     def second_step(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         model = model_with(Holder().next)
@@ -322,3 +376,80 @@ def test_what_is_not_compared() -> None:
     compare(torch.ones(2))
     assert verifier.differing() == ()
     assert verifier.of_call(call) is None
+
+
+Body = Callable[..., torch.Tensor]
+RUN_INPUTS = torch.Generator().manual_seed(3)
+HIDDEN = torch.randn(4, 8, generator=RUN_INPUTS).bfloat16()
+SCALE, GATE, UP, DOWN = (torch.randn(8, generator=RUN_INPUTS), *torch.randn(3, 8, 8, generator=RUN_INPUTS))
+
+
+def gated(
+    hidden: torch.Tensor,
+    act: Body = nn.functional.silu,
+    factor: float | torch.Tensor | None = None,
+    cast: torch.dtype = torch.bfloat16,
+    written: float = 0.0,
+) -> torch.Tensor:
+    """A norm and a gated MLP, as a decoder layer has them."""
+    wide = hidden.float()
+    normed = (SCALE * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True)))).to(cast).float()
+    product = act(normed @ GATE) * (normed @ UP)
+    if written:
+        with torch.no_grad():
+            product.add_(written)
+    return (product if factor is None else product * factor) @ DOWN.requires_grad_()
+
+
+def checksums_of(verifier: Verifier, body: Body) -> Checksums:
+    saved = SavedByRun(verifier)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        packs_seen(saved.add),
+    ):
+        body(HIDDEN.clone().requires_grad_() * torch.ones(8))
+    return saved.checksums()
+
+
+MASK = torch.arange(8.0)
+OTHER_RUNS: dict[str, tuple[Body, Body]] = {
+    "a factor of the gate": (gated, partial(gated, act=lambda gate: nn.functional.silu(gate * 2))),
+    "a number after the product": (partial(gated, factor=1.0), partial(gated, factor=2.0)),
+    "a mask": (partial(gated, factor=MASK), partial(gated, factor=MASK.flip(0))),
+    "another activation": (gated, partial(gated, act=nn.functional.gelu)),
+    "another kind of one": (
+        partial(gated, act=nn.functional.gelu),
+        partial(gated, act=partial(nn.functional.gelu, approximate="tanh")),
+    ),
+    "a cast that rounds": (gated, partial(gated, cast=torch.float16)),
+    "a result that is written in place": (partial(gated, written=2.0), partial(gated, written=1.0)),
+}
+
+
+@pytest.mark.parametrize("runs", OTHER_RUNS)
+def test_a_layer_that_computes_something_else_is_found(runs: str) -> None:
+    first, second = OTHER_RUNS[runs]
+    for before, again, found in ((first, first, ()), (second, second, ()), (first, second, ((0, "", None),))):
+        verifier = Verifier("first")
+        verifier.compare((0, "", None), checksums_of(verifier, before), checksums_of(verifier, again))
+        assert verifier.differing() == found
+
+
+def test_a_layer_reads_each_tensor_once_and_no_result_of_tensors_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the MLP: both projections. Of the norm: its input in fp32, the root, and the weight."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noting(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return row_sums(tensor)
+
+    def body(hidden: torch.Tensor) -> torch.Tensor:
+        shapes.clear()
+        return gated(hidden)
+
+    monkeypatch.setattr("hf_actswap.engine.verify.row_sums", noting)
+    checksums_of(Verifier("first"), body)
+    weights = [(8,), (8, 8), (8, 8), (8, 8)]  # tensors here, no parameters
+    assert sorted(shapes) == [(4, 1), (4, 8), (4, 8), (4, 8), *weights]

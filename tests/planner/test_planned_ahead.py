@@ -13,6 +13,8 @@ from hf_actswap import apply
 from hf_actswap.engine import frozen_weights, host_budget
 from hf_actswap.engine.host_pool import PageableSlabs
 from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.engine.verify import Verifier
+from hf_actswap.plan.actions import OpCall
 from hf_actswap.planner import BudgetError, Planner, devices, on_paper
 from hf_actswap.planner.phases import planner as leading
 from hf_actswap.planner.phases import search
@@ -177,6 +179,29 @@ def test_a_larger_batch_is_planned_for_from_shapes_too() -> None:
     assert found.planner is not None
     assert found.planner.evicted_bytes == 0
     assert found.losses == plain.losses
+
+
+def test_what_gave_other_numbers_is_not_run_again_by_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of one product in each MLP has results that depend on timing."""
+    verify, path, differ = Verifier.differing, "mlp.act_fn.silu", []
+
+    def differing(verifier: Verifier) -> tuple[OpCall, ...]:
+        compared = dict.fromkeys(call for call, *_ in verifier._compared)
+        differ.append([call for call in compared if call[1] == path])
+        return (*verify(verifier), *differ[-1])
+
+    def shape(step: int) -> tuple[int, int]:
+        return (4, 128) if step < 5 else (8, 128)
+
+    plain = train(tiny_llama, steps=6, shape=shape)
+    monkeypatch.setattr(Verifier, "differing", differing)
+    found = train(tiny_llama, {**memory_of(0.5, plain), "verify": "first"}, steps=9, shape=shape)
+    assert "search" in found.phases[5:], "no second plan"
+    found_in_turn = [call for calls in differ for call in calls]
+    assert found_in_turn, "the first plan runs it again in no layer"
+    assert len(found_in_turn) == len(set(found_in_turn)), "found once, it ran again"
+    fates = {(row.scope, row.op_path, row.ordinal): row.fate for row in found.rows[-1]}
+    assert {fates[call] for call in found_in_turn} == {"keep"}
 
 
 @pytest.mark.parametrize("outgrown", ["search", "stable"])

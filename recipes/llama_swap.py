@@ -26,7 +26,14 @@ from recipe_checkpoints import StateLast, faults_of, last_complete_checkpoint
 from recipe_options import DataArguments, ModelArguments, RecipeError
 from recipe_stop import Stop
 from recipe_texts import load_texts
-from recipe_tokens import TokenBlocks, load_tokenizer, perplexity, token_stream, unigram_entropy
+from recipe_tokens import (
+    TokenBlocks,
+    load_tokenizer,
+    perplexity,
+    streamed_blocks,
+    token_stream,
+    unigram_entropy,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -158,33 +165,46 @@ def build_model(
 
 def prepare_data(
     model: ModelArguments, data: DataArguments, args: TrainingArguments, *, resumed: bool
-) -> tuple[PreTrainedTokenizerBase, TokenBlocks, TokenBlocks | None, dict[str, float]]:
+) -> tuple[PreTrainedTokenizerBase, Any, TokenBlocks | None, dict[str, float]]:
     """Read, tokenize and cut the text.
 
     Returns:
-        The tokenizer, the training blocks, the evaluation blocks (``None`` without ``do_eval``), and numbers
-        to judge the loss by: tokens, ``train_unigram_entropy`` and ``ln_vocab`` in nats.
+        The tokenizer, the training blocks (`TokenBlocks`, or `streamed_blocks`), the evaluation blocks
+        (``None`` without ``do_eval``), and numbers to judge the loss by: tokens, ``train_unigram_entropy``,
+        and ``ln_vocab`` in nats. Of a stream neither its tokens nor their entropy are known.
 
     Raises:
-        RecipeError: see `load_texts`, `load_tokenizer` and `TokenBlocks`.
+        RecipeError: see `load_texts`, `load_tokenizer` and `TokenBlocks`; a stream without ``max_steps``, or
+            with nothing to evaluate on.
     """
+    if data.streaming and args.do_train and args.max_steps <= 0:
+        raise RecipeError(
+            "--streaming: how many blocks there are is not known. Say when it ends: --max_steps N."
+        )
     with args.main_process_first(desc="tokenizer and token cache"):
         texts = load_texts(data)
+        if args.do_eval and texts.evaluation is None:
+            raise RecipeError(
+                "--streaming holds no rows out, and the data has no validation part: --validation_file PATH, "
+                "or --do_eval false."
+            )
         tokenizer = load_tokenizer(
             model, texts.train, Path(args.output_dir), train=args.local_process_index == 0, reuse=resumed
         )
-        stream = token_stream(texts.train, tokenizer, data)
-        eval_stream = token_stream(texts.evaluation, tokenizer, data) if args.do_eval else None
-    train_blocks = TokenBlocks(stream, data.block_size, data.max_train_samples)
-    eval_blocks = None
-    if eval_stream is not None:
-        eval_blocks = TokenBlocks(eval_stream, data.block_size, data.max_eval_samples)
-    facts = {
-        "train_tokens": train_blocks.blocks.size,
-        "eval_tokens": eval_blocks.blocks.size if eval_blocks else 0,
-        "train_unigram_entropy": unigram_entropy(train_blocks.blocks.ravel()),
-        "ln_vocab": math.log(len(tokenizer)),
-    }
+        facts = {"ln_vocab": math.log(len(tokenizer))}
+        if data.streaming:
+            train_blocks = streamed_blocks(texts.train, tokenizer, data, args.seed)
+        else:
+            stream = token_stream(texts.train, tokenizer, data)
+            train_blocks = TokenBlocks(stream, data.block_size, data.max_train_samples)
+            facts["train_tokens"] = train_blocks.blocks.size
+            facts["train_unigram_entropy"] = unigram_entropy(train_blocks.blocks.ravel())
+        eval_blocks = None
+        if args.do_eval:
+            limit = data.max_eval_samples and data.max_eval_samples * data.block_size
+            eval_stream = token_stream(texts.evaluation, tokenizer, data, limit)
+            eval_blocks = TokenBlocks(eval_stream, data.block_size, data.max_eval_samples)
+        facts["eval_tokens"] = eval_blocks.blocks.size if eval_blocks else 0
     return tokenizer, train_blocks, eval_blocks, facts
 
 

@@ -289,8 +289,6 @@ def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool
 
 def _hint(name: str, known: Mapping[str, Any]) -> str:
     """Return a hint for an unknown name: the nearest one, else ``--help``, as there are too many to list."""
-    if name == "streaming":
-        return "The recipe reads its text whole, once; data sets that are streamed are not supported."
     head, _, below = name.partition(".")
     if head in LIBRARY_SECTIONS or (head == "actswap" and below):
         return f"A key of the configuration is written {_HOW_KEYS_ARE_WRITTEN}, or in the file."

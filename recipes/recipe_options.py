@@ -96,6 +96,13 @@ class DataArguments:
     text_column: str | None = field(
         default=None, metadata={"help": "Column of the text. Default: `text`, or the only column of strings."}
     )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the text while training, shuffled in a buffer, and hold neither rows nor tokens. "
+            "Needs --max_steps."
+        },
+    )
     block_size: int = field(default=256, metadata={"help": "Tokens of one training sample."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use so many blocks for training."})
     max_eval_samples: int | None = field(

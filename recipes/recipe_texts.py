@@ -1,7 +1,8 @@
 """Loads the text: from the embedded corpus, local files, or the Hub.
 
-Rows are strings. Text files are read here, each line with its newline as a row. JSON, parquet and Hub data
-are read by `datasets`, which is imported only then, so that the recipe also runs without it.
+Rows are strings. Text files are read here, each line with its newline as a row. JSON, parquet and Hub data,
+and all that is streamed, are read by `datasets`, which is imported only then, so that the recipe also runs
+without it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ LOCAL_WAYS = (
 LOADERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Rows = Any
-"""``list[str]``, or a ``datasets.Dataset`` with one column ``text``."""
+"""``list[str]``, or a ``datasets.Dataset`` or ``IterableDataset`` (streamed) with one column ``text``."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows to train on, and rows to evaluate on."""
+    """Rows to train on, and to evaluate on; ``None``: there are none, as nothing is held out of a stream."""
 
     train: Rows
-    evaluation: Rows
+    evaluation: Rows | None
 
 
 def load_texts(data: DataArguments) -> Texts:
     """Read the rows that ``--dataset`` and ``--validation_file`` name.
 
-    Without a validation part the last ``validation_split_percentage`` of the training rows are held out.
+    Without a validation part the last ``validation_split_percentage`` of the training rows are held out,
+    unless they are streamed.
 
     Raises:
         RecipeError: no such file, nothing to train on, no column of text, or the Hub cannot be reached.
     """
     if data.dataset == SAMPLE:
+        if data.streaming:
+            raise RecipeError("--streaming reads files and data of the Hub; the sample is held in memory.")
         embedded = load_corpus()
         parts: dict[str, Rows] = {"train": list(embedded.train), "evaluation": list(embedded.evaluation)}
     elif looks_local(data.dataset):
@@ -51,9 +55,9 @@ def load_texts(data: DataArguments) -> Texts:
     if data.validation_file is not None:
         held_out = load_local(Path(data.validation_file), data, whole=True)
         parts["evaluation"] = held_out["train"]
-    if "evaluation" not in parts:
+    if "evaluation" not in parts and not data.streaming:
         parts = hold_out(parts["train"], data.validation_split_percentage)
-    return Texts(parts["train"], parts["evaluation"])
+    return Texts(parts["train"], parts.get("evaluation"))
 
 
 def looks_local(name: str) -> bool:
@@ -134,7 +138,7 @@ def load_hub(data: DataArguments) -> dict[str, Rows]:
     name = f"'{data.dataset}'" + (f" ({data.dataset_config_name})" if data.dataset_config_name else "")
     datasets = _datasets()
     try:
-        parts = datasets.load_dataset(data.dataset, data.dataset_config_name)
+        parts = datasets.load_dataset(data.dataset, data.dataset_config_name, streaming=data.streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # no network, no such name, ...
         reason = str(error).strip().splitlines()[0]
         raise RecipeError(
@@ -150,11 +154,13 @@ def load_hub(data: DataArguments) -> dict[str, Rows]:
 
 
 def as_rows(dataset: Any, text_column: str | None) -> Any:
-    """Reduce a ``datasets.Dataset`` to one column of strings, called ``text``.
+    """Reduce a ``datasets.Dataset`` or ``IterableDataset`` to one column of strings, called ``text``.
 
     Raises:
         RecipeError: the column does not exist, or there is no `text` and not exactly one column of strings.
     """
+    if dataset.features is None:  # of a stream of JSON they are known once a row has been read
+        dataset = dataset._resolve_features()
     strings = [
         name for name, feature in dataset.features.items() if getattr(feature, "dtype", None) == "string"
     ]
@@ -168,11 +174,14 @@ def as_rows(dataset: Any, text_column: str | None) -> Any:
 
 
 def _read_files(files: Sequence[Path], kind: str, data: DataArguments) -> Rows:
-    if kind == "text":
+    if kind == "text" and not data.streaming:
         return [line for path in files for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
     names, datasets = [str(path) for path in files], _datasets()
+    how = {"keep_linebreaks": True} if kind == "text" else {}
     try:
-        loaded = datasets.load_dataset(kind, data_files={"train": names}, split="train")
+        loaded = datasets.load_dataset(
+            kind, data_files={"train": names}, split="train", streaming=data.streaming, **how
+        )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise RecipeError(f"{', '.join(names)} could not be read as {kind}: {error}") from error
     return as_rows(loaded, data.text_column)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_ROWS = 1_000_000
 """More rows than this teach a small vocabulary nothing and cost minutes."""
 ROWS_PER_BATCH = 1000
+SHUFFLED_BLOCKS = 1000
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -55,8 +56,16 @@ def train_bpe(rows: Rows, vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
+def is_streamed(rows: Rows) -> bool:
+    """Whether rows are read anew each time, and their number is not known."""
+    return not hasattr(rows, "__len__")
+
+
 def batches_of_text(rows: Rows) -> Iterator[list[str]]:
     """Yield the rows in lists of `ROWS_PER_BATCH`."""
+    if is_streamed(rows):
+        yield from (batch["text"] for batch in rows.iter(ROWS_PER_BATCH))
+        return
     for start in range(0, len(rows), ROWS_PER_BATCH):
         batch = rows[start : start + ROWS_PER_BATCH]
         yield batch if isinstance(batch, list) else batch["text"]
@@ -97,16 +106,25 @@ def load_tokenizer(
         ) from error
 
 
-def token_stream(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> TokenIds:
+def token_stream(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataArguments, limit: int | None = None
+) -> TokenIds:
     """Tokenize all rows and join them, in order; return the token ids, shape [tokens].
 
     Special tokens are only those that the tokenizer itself adds (a `bpe` one adds none). The stream is held
-    in memory, 4 bytes a token.
+    in memory, 4 bytes a token. Of rows that are streamed no more are read than give ``limit`` tokens.
     """
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, Any]:
         return {"input_ids": tokenizer(batch["text"], return_attention_mask=False)["input_ids"]}
 
+    if is_streamed(rows):
+        read: list[TokenIds] = []
+        for batch in batches_of_text(rows):
+            read += (np.asarray(ids, dtype=np.int32) for ids in tokenize({"text": batch})["input_ids"])
+            if limit is not None and sum(map(len, read)) >= limit:
+                break
+        return _joined(read)
     if not isinstance(rows, list):
         rows = rows.map(
             tokenize,
@@ -119,8 +137,47 @@ def token_stream(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataArgum
         lists = (ids for start in range(0, len(rows), ROWS_PER_BATCH) for ids in _ids(rows, start))
     else:
         lists = (ids for batch in batches_of_text(rows) for ids in tokenize({"text": batch})["input_ids"])
-    pieces = [np.asarray(ids, dtype=np.int32) for ids in lists]
+    return _joined([np.asarray(ids, dtype=np.int32) for ids in lists])
+
+
+def streamed_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int) -> Any:
+    """Return a ``datasets.IterableDataset`` of blocks like those of `TokenBlocks`, cut while it is read.
+
+    They are shuffled in a buffer of `SHUFFLED_BLOCKS`, anew in each epoch. What `ROWS_PER_BATCH` rows leave
+    is dropped.
+
+    Args:
+        rows: a ``datasets.IterableDataset``.
+        seed: of the order.
+
+    Raises:
+        RecipeError: blocks of less than two tokens.
+    """
+
+    def cut_up(batch: dict[str, list[str]]) -> dict[str, Any]:
+        ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
+        cut = _blocks(_joined([np.asarray(one, dtype=np.int64) for one in ids]), data.block_size)
+        return {"input_ids": cut, "labels": cut}
+
+    if data.block_size < 2:
+        raise _too_short(data.block_size)
+    blocks = rows.map(cut_up, batched=True, batch_size=ROWS_PER_BATCH, remove_columns=["text"])
+    if data.max_train_samples is not None:
+        blocks = blocks.take(data.max_train_samples)
+    return blocks.shuffle(seed=seed, buffer_size=SHUFFLED_BLOCKS)
+
+
+def _too_short(block_size: int) -> RecipeError:
+    return RecipeError(f"--block_size {block_size}: at least 2 tokens are needed to predict one.")
+
+
+def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
+
+
+def _blocks(stream: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    count = len(stream) // size
+    return stream[: count * size].reshape(count, size)
 
 
 def _ids(rows: Any, start: int) -> Any:
@@ -141,15 +198,13 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, stream: TokenIds, block_size: int, limit: int | None = None) -> None:
         if block_size < 2:
-            raise RecipeError(f"--block_size {block_size}: at least 2 tokens are needed to predict one.")
-        count = len(stream) // block_size
-        count = count if limit is None else min(count, limit)
-        if count < 1:
+            raise _too_short(block_size)
+        self.blocks = _blocks(stream, block_size)[:limit]
+        if not len(self.blocks):
             raise RecipeError(
                 f"{len(stream)} tokens give no block of {block_size} (limit: {limit}); "
                 "use more text, a smaller --block_size or a larger limit."
             )
-        self.blocks = stream[: count * block_size].reshape(count, block_size)
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -100,7 +100,6 @@ def test_the_log_on_the_command_line(here: list[str], words: list[str]) -> None:
     [
         (["--actswap.lgo=reference"], "--actswap.lgo: .* is written --swap_config.default_prefetch=2"),
         (["--memory", "smart_swap"], "--memory: .* is written --swap_config.default_prefetch=2"),
-        (["--streaming", "true"], "--streaming: .* data sets that are streamed are not supported"),
     ],
 )
 def test_hints_for_what_has_another_form(here: list[str], words: list[str], message: str) -> None:

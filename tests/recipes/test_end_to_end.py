@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from llama_swap import build_model, llama_config
-from recipe_options import ModelArguments
+from recipe_options import DataArguments, ModelArguments
+from recipe_texts import load_texts
 from recipe_tokens import train_bpe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,6 +113,41 @@ def test_the_log_names_the_swapped_ops_as_the_document_does(case1: Path) -> None
     assert len(lines) == 4
     for layer, line in enumerate(lines):
         assert line.endswith(f"-INFO - Set op_swap at layer {layer}: attention.flash_attention, value=10")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[str]:
+    """Return arguments that stream a file of lines and evaluate on another."""
+    texts = load_texts(DataArguments(dataset="sample"))
+    for part in ("train", "evaluation"):
+        (tmp_path / f"{part}.txt").write_text("".join(getattr(texts, part)), encoding="utf-8")
+    streamed = ["--streaming", "true", "--max_train_samples", "400", "--max_steps", "6"]
+    files = ["--dataset", str(tmp_path / "train.txt"), "--validation_file", str(tmp_path / "evaluation.txt")]
+    return [*TINY[2:], *streamed, *files]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_streamed_text_trains_and_resumes(processes: int, lines: list[str], tmp_path: Path) -> None:
+    for name in ("whole", "resumed", "plain"):
+        (tmp_path / name).mkdir()
+    saves = [*lines, "--save_strategy", "steps", "--save_steps", "3"]
+    run(tmp_path / "whole", *saves, processes=processes)
+    resumed = ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-3")]
+    run(tmp_path / "resumed", *saves, *resumed, processes=processes)
+    found = losses(tmp_path / "whole")
+    assert len(found) == 6
+    assert losses(tmp_path / "resumed") == found
+    run(tmp_path / "plain", *lines, "--actswap", "none", processes=processes)
+    assert losses(tmp_path / "plain") == found
+    results = json.loads((tmp_path / "whole" / "all_results.json").read_text())
+    assert results["eval_loss"] < results["eval_before_loss"]
+
+
+@pytest.mark.slow
+def test_a_stream_that_cannot_end_or_be_evaluated_is_rejected(lines: list[str], tmp_path: Path) -> None:
+    assert "--max_steps N" in run(tmp_path, *lines, "--max_steps", "-1", fails=True)
+    assert "no validation part" in run(tmp_path, *lines[:-2], fails=True)
 
 
 @pytest.mark.slow

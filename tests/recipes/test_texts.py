@@ -64,6 +64,27 @@ def test_json_and_parquet_files(form: str, tmp_path: Path) -> None:
     assert texts.train.column_names == ["text"]
 
 
+@pytest.mark.parametrize("form", ["txt", "jsonl", "parquet"])
+def test_a_stream_has_the_same_rows_and_holds_none_out(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{form}"
+    if form == "parquet":
+        datasets.Dataset.from_dict({"id": range(5), "words": LINES}).to_parquet(path)
+    else:
+        rows = (json.dumps({"id": index, "words": line}) for index, line in enumerate(LINES))
+        path.write_text("".join(LINES) if form == "txt" else "\n".join(rows), encoding="utf-8")
+    texts = load_texts(DataArguments(dataset=str(path), streaming=True))
+    assert [row["text"] for row in texts.train] == LINES
+    assert not hasattr(texts.train, "__len__")
+    assert texts.evaluation is None
+    beside = load_texts(DataArguments(dataset=str(path), streaming=True, validation_file=str(path)))
+    assert [row["text"] for row in beside.evaluation] == LINES
+
+
+def test_the_sample_is_no_stream() -> None:
+    with pytest.raises(RecipeError, match="--streaming"):
+        load_texts(DataArguments(dataset="sample", streaming=True))
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.parquet"
     path.write_bytes(b"no parquet at all")

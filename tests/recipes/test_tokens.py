@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from recipe_tokens import (
     TokenBlocks,
     load_tokenizer,
     perplexity,
+    streamed_blocks,
     token_stream,
     tokenizer_source,
     train_bpe,
@@ -114,6 +116,43 @@ def test_blocks_are_the_stream_without_its_remainder(tokens: int, block_size: in
     assert len(blocks) == expected
     joined = [token for index in range(len(blocks)) for token in blocks[index]["input_ids"].tolist()]
     assert joined == list(range(expected * block_size))
+
+
+def test_a_stream_gives_the_same_blocks_in_another_order(bpe: PreTrainedTokenizerFast) -> None:
+    """But for what is left of each 1,000 rows."""
+    stream = datasets.IterableDataset.from_generator(lambda: ({"text": row} for row in ROWS))
+    data = DataArguments(block_size=16)
+    expected = [
+        block
+        for first in range(0, len(ROWS), 1000)
+        for block in TokenBlocks(token_stream(ROWS[first : first + 1000], bpe, data), 16).blocks.tolist()
+    ]
+    blocks = streamed_blocks(stream, bpe, data, seed=3)
+    found = [list(row["input_ids"]) for row in blocks]
+    assert found != expected
+    assert sorted(found) == sorted(expected)
+    assert found == [list(row["labels"]) for row in blocks]
+    blocks.set_epoch(1)
+    assert [list(row["input_ids"]) for row in blocks] != found
+    few = streamed_blocks(stream, bpe, DataArguments(block_size=16, max_train_samples=5), seed=3)
+    assert sorted(list(row["input_ids"]) for row in few) == sorted(expected[:5])
+
+
+def test_no_more_is_read_of_a_stream_than_is_asked_for(bpe: PreTrainedTokenizerFast) -> None:
+    read = []
+
+    def rows() -> Iterator[dict[str, str]]:
+        for row in ROWS:
+            read.append(row)
+            yield {"text": row}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    whole = token_stream(ROWS, bpe, DataArguments())
+    part = token_stream(stream, bpe, DataArguments(), limit=100)
+    np.testing.assert_array_equal(part, whole[: len(part)])
+    assert len(part) >= 100
+    assert len(read) == 1000
+    np.testing.assert_array_equal(token_stream(stream, bpe, DataArguments()), whole)
 
 
 def test_labels_are_a_copy_and_blocks_collate() -> None:

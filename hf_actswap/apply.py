@@ -37,7 +37,7 @@ from .plan.actions import NOT_COMPARED, Scope, Tile, format_scopes
 from .plan.dry_run import is_dry
 from .plan.model_structure import unwrapped
 from .plan.tiles import tile_ladder
-from .plan.wrapper_rules import problems_of_checkpointing
+from .plan.wrapper_rules import problems_of_checkpointing, problems_of_checkpointing_around
 from .plan.wrappers import WithoutCheckpointing, without_cache
 from .planner import Meter, OptimizerInBackward, PlannedTraining, Planner, start_planner
 from .planner.memory_errors import name_memory_errors
@@ -506,6 +506,7 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, structure
         problems += problems_of_model(root, structure)
     else:
         problems += problems_of_checkpointing(structure.layer_modules(root), plan, structure.compiled)
+        problems += problems_of_checkpointing_around(root, structure, plan)
     if plan.fingerprint is not None:
         problems += plan.fingerprint.problems_of(root)
     if problems:

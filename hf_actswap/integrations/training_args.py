@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers.integrations.integration_utils import (
@@ -22,6 +22,7 @@ from transformers.training_args import TrainingArguments
 
 from ..apply import sets_weights_aside
 from ..config import ActSwapConfig, load_config
+from ..config.yaml_text import parse_yaml
 from ..errors import ConfigError, Problem, short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
@@ -72,6 +73,8 @@ class _ActSwapField:
                 facts.update(
                     {"actswap": str(asked)} if moves else facts_to_compare(load_config_or_plan(asked))
                 )
+            if isinstance(asked, str) and asked.lstrip().startswith("{"):
+                self.actswap, _ = parse_yaml(asked, "actswap")  # type: ignore[assignment]
             super().__post_init__()  # type: ignore[misc]
         if isinstance(asked, str) and is_unpinned_hub_id(asked):
             self.actswap = pin_commit_on_all_ranks(asked, given.process_index, given.world_size)
@@ -152,8 +155,6 @@ class ActSwapTrainingArguments(_ActSwapField, TrainingArguments):
         RankAgreementError: another rank has a malformed or a different configuration.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "actswap"]
-
 
 def with_actswap(arguments: type[TrainingArguments]) -> type[Any]:
     """Return a class of training arguments with the field ``actswap`` of `ActSwapTrainingArguments`.
@@ -186,7 +187,6 @@ def _made_from(arguments: Any) -> type[Any]:
     attributes = {
         "__module__": __name__,
         "__doc__": f"`{arguments.__name__}` with the field ``actswap`` (`with_actswap`).",
-        "_VALID_DICT_FIELDS": [*arguments._VALID_DICT_FIELDS, "actswap"],
         "_stock": arguments,
     }
     return dataclass(type(f"ActSwap{arguments.__name__}", (_ActSwapField, arguments), attributes))

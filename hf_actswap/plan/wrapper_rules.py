@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import unwrap
 from typing import Any
 
 from torch import nn
@@ -124,6 +125,7 @@ def _untaggable(layer: LayerStructure, row: PlanRow, structure: ModelStructure) 
 
 
 _ON = "gradient checkpointing switched on"
+_CHECKPOINTS = "_gradient_checkpointing_func"
 
 
 def problems_of_checkpointing(
@@ -154,8 +156,33 @@ def problems_of_checkpointing(
     return found
 
 
+def problems_of_checkpointing_around(
+    root: nn.Module, structure: ModelStructure, plan: MemoryPlan
+) -> list[Problem]:
+    """Return the conflict of a plan with modules that checkpoint calls of layers, as models of diffusers do.
+
+    Such a layer has no switch of its own, and nothing that a plan says of what is inside it has an effect.
+    """
+    layers = structure.layer_modules(root)
+    named = {id(layers[row.scope]): row.scope for row in plan.rows if row.scope in layers}
+    inside = [
+        scope
+        for module in root.modules()
+        if is_checkpointed(module) and _CHECKPOINTS in unwrap(type(module).forward).__code__.co_names
+        for child in module.modules()
+        if (scope := named.get(id(child))) is not None and not is_checkpointed(child)
+    ]
+    if not inside:
+        return []
+    expected = "gradient checkpointing or a plan, not both"
+    found = f"{_ON} around layers {format_scopes(inside)}, which the plan names"
+    without = "Leave enable_gradient_checkpointing() (--gradient_checkpointing) out"
+    hint = f"{without}: {{recompute: true}} does the same."
+    return [Problem("model", expected, found, hint)]
+
+
 def _unseen(layer: nn.Module) -> Problem | None:
-    call: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
+    call: Callable[..., Any] | None = getattr(layer, _CHECKPOINTS, None)
     function, keywords = getattr(call, "func", call), getattr(call, "keywords", {})
     if function is not checkpoint:
         expected = "gradient checkpointing whose inputs saved-tensor hooks see, beside swap"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_actswap import (
@@ -227,6 +229,46 @@ def test_two_kinds_of_recomputation(config: dict[str, Any], layers: str) -> None
         f"Use recompute_config and switch gradient checkpointing off ({checkpointing_argument()}=False): "
         "{recompute: true} does the same, and it can name layers and ops."
     )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm = nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.attn(hidden, hidden, hidden)[0]
+        return hidden + self.norm(mixed)
+
+
+class Blocks(nn.Module):
+    """Calls its layers in checkpoints of its own, like the models of diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            again = torch.is_grad_enabled() and self.gradient_checkpointing
+            hidden = self._gradient_checkpointing_func(block, hidden) if again else block(hidden)
+        return hidden
+
+
+def test_checkpoints_around_layers() -> None:
+    model = Blocks()
+    model.gradient_checkpointing = True
+    for config, layers in ((FULL_RECOMPUTE, "0-3"), ({"recompute_config": {"recompute": [2]}}, "0-1")):
+        assert message(model, config) == (
+            "model: expected gradient checkpointing or a plan, not both, found gradient checkpointing "
+            f"switched on around layers {layers}, which the plan names. Leave enable_gradient_checkpointing()"
+            " (--gradient_checkpointing) out: {recompute: true} does the same."
+        )
+    apply(model, {"recompute_config": {"recompute": False}}).remove()
+    model.gradient_checkpointing = False
+    apply(model, FULL_RECOMPUTE).remove()
 
 
 def test_recompute_config_that_recomputes_nothing_is_no_conflict() -> None:

@@ -24,8 +24,9 @@ def parsed(*argv: str) -> ActSwapTrainingArguments:
     return args
 
 
-def test_command_line_json_becomes_a_mapping(tmp_path: Path) -> None:
-    args = parsed("--output_dir", str(tmp_path), "--actswap", json.dumps(INLINE))
+@pytest.mark.parametrize("text", [json.dumps(INLINE), " {swap_config: {swap: true, default_prefetch: 10}}"])
+def test_command_line_json_and_yaml_become_a_mapping(text: str, tmp_path: Path) -> None:
+    args = parsed("--output_dir", str(tmp_path), "--actswap", text)
     assert args.actswap == INLINE
     assert args.actswap_config().swap_config.default_prefetch == 10
 

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -28,7 +29,7 @@ from hf_actswap.planner import BudgetError, Planner
 from hf_actswap.planner.phases import stable
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
-from tests.planner.simulated_device import on_device
+from tests.planner.simulated_device import make_device_known, on_device
 from tests.processes import run_cases
 
 GIB = 2**30
@@ -187,6 +188,20 @@ def batches_of_different_length(steps: int = 8) -> Results:
     budget = 0.7 * max(peaks_of_all(plain))
     memory = {"mode": "smart_swap", "budget_gib": budget / GIB}
     return {"plain": plain, "planned": train(ddp, memory, steps, shape=shape)}
+
+
+def longer_batches_ahead_of_a_step(steps: int = 6) -> Results:
+    """On a device that is known; the last rank's second batch is longer than any that was planned for."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def shape(step: int) -> tuple[int, int]:
+        return BATCH, LENGTH if last and step else LENGTH // 2
+
+    plain = train(ddp, None, steps, shape=shape)
+    memory = {"mode": "adaptive", "budget_gib": 0.75 * max(peaks_of_all(plain)) / GIB}
+    with pytest.MonkeyPatch.context() as patch:
+        make_device_known(patch)
+        return {"plain": plain, "planned": train(ddp, memory, steps, shape=shape)}
 
 
 def lengths_that_take_turns(steps: int = 16) -> Results:
@@ -412,6 +427,7 @@ def run_two_more(rank: int, folder: str) -> None:
     cases = {
         "devices": lambda _: devices_of_different_size(),
         "lengths": lambda _: batches_of_different_length(),
+        "longer": lambda _: longer_batches_ahead_of_a_step(),
         "turns": lambda _: lengths_that_take_turns(),
         "plan_file": lambda _: a_plan_file(folder),
         "tiles": lambda _: tiles_on_all(),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hf_actswap import apply
 from hf_actswap.engine import Transfer
-from hf_actswap.planner import CountingMeter, Planner
+from hf_actswap.planner import CountingMeter, Planner, devices, on_paper
+from hf_actswap.planner.phases import planner as leading
+from hf_actswap.planner.phases import search
 
 Shape = tuple[int, int]
 
@@ -33,6 +36,17 @@ class SimulatedDevice(CountingMeter):
 
     def stop(self) -> None:
         """See `start`."""
+
+
+def make_device_known(patch: pytest.MonkeyPatch) -> None:
+    """Take the counted device for a tiny H100; its libraries take no workspaces, for none are counted.
+
+    Its steps take a CPU's time, as if all waited for the host: nothing is compared with whole layers.
+    """
+    patch.setattr(devices, "DEVICES", tuple(replace(one, workspace_bytes=0) for one in devices.DEVICES))
+    patch.setattr(leading, "LEAST_ON_PAPER_BYTES", 0)
+    patch.setattr(search, "whole_layers", lambda _: None)
+    patch.setattr(on_paper, "rates_name", lambda _: "H100")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from hf_actswap.engine.host_pool import PageableSlabs
 from hf_actswap.engine.transfer import BlockingTransfer
 from hf_actswap.engine.verify import Verifier
 from hf_actswap.plan.actions import OpCall
-from hf_actswap.planner import BudgetError, Planner, devices, on_paper
+from hf_actswap.planner import BudgetError, Planner
 from hf_actswap.planner.phases import planner as leading
-from hf_actswap.planner.phases import search
 from hf_actswap.report.run_files import saving_of
 from tests.engine.simulated_transfer import Clock
 from tests.engine.tiny_models import tiny_llama
-from tests.planner.simulated_device import Trained, on_device, train
+from tests.planner.simulated_device import Trained, make_device_known, on_device, train
 from tests.planner.test_states_in_training import ClockedTransfer
 
 GIB = 2**30
@@ -29,15 +27,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def _known_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counted device is a tiny H100; its libraries take no workspaces, for none are counted.
-
-    Its steps take a CPU's time, as if all waited for the host: nothing is compared with whole layers.
-    """
-    without = tuple(replace(rates, workspace_bytes=0) for rates in devices.DEVICES)
-    monkeypatch.setattr(devices, "DEVICES", without)
-    monkeypatch.setattr(leading, "LEAST_ON_PAPER_BYTES", 0)
-    monkeypatch.setattr(search, "whole_layers", lambda _: None)
-    monkeypatch.setattr(on_paper, "rates_name", lambda _: "H100")
+    make_device_known(monkeypatch)
 
 
 @pytest.fixture(scope="module")

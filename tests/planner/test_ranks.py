@@ -82,6 +82,17 @@ def test_the_longest_batch_is_planned_for_on_all(two_more: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_longer_batch_of_one_rank_is_planned_for_ahead_of_its_step(two_more: Path) -> None:
+    found = of_ranks(two_more, "longer")
+    assert_one_plan(found)
+    assert found[0]["planned"].phases == ["warm-up", "search", "search", "stable", "stable", "stable"]
+    budget = 0.75 * max(runs["plain"].peak_bytes for runs in found)
+    for runs in found:
+        assert runs["planned"].peak_bytes <= budget
+        assert runs["planned"].evicted_bytes == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_ranks_with_long_and_short_batches_in_turn(wrapper: str, two_more: Path) -> None:
     found = of_ranks(two_more, "turns")

@@ -540,15 +540,19 @@ class Planner:
     def _is_outgrown(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the coming batch is larger than what is planned for, and can be planned for ahead of it.
 
-        Not where something else runs at the time: other ranks, whose batches differ, or a forward whose
-        backward is to come. The step then runs under the guard, and its end plans anew.
+        Not where something else runs at the time: a forward whose backward is to come, or, within a step,
+        other ranks. Ranks agree where a step of the search starts, which has an exchange at its end too; a
+        stable step has none. What is not planned for runs under the guard, and the step's end plans anew.
         """
         phase = self._phase
-        alone = world_size() == 1 and not self._run.forwards and self._plans < MOST_PLANS
-        if not self._plans_on_paper or not alone or isinstance(phase, WarmUp):
+        alone = world_size() == 1 and not self._run.forwards
+        together = world_size() > 1 and not self._in_step and isinstance(phase, SearchPhase)
+        if isinstance(phase, WarmUp) or not self._plans_on_paper or self._plans >= MOST_PLANS:
+            return False
+        if not (alone or together):
             return False
         shape, sizes = batch_shape(args, kwargs), (phase.size, self._planned_for)
-        return not any(size is None or size.holds(shape) for size in sizes)
+        return any(from_all_ranks(not any(size is None or size.holds(shape) for size in sizes)))
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of gradients that are there now, on the rank with most. All ranks must call it."""

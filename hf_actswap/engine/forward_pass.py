@@ -359,9 +359,12 @@ class ForwardPass:
         saved, follows = tensor, self._derivations is not None and self._follows(self._derivations, tensor)
         if owner is None or not (owner.is_external and tensor.is_leaf):  # a weight may get other data (EMA)
             tensor = tensor.detach()
+        inside = region is not None and owner is not None and _is_inside(owner)
+        if region is not None and region.compared is not None:
+            region.compared.saves(saved, region.packs - 1, inside)
         if owner is None:
             ticket: Ticket = self._keep(tensor)
-        elif region is not None and _is_inside(owner):
+        elif region is not None and inside:
             ticket = region.saved(tensor, follows)
         else:
             ticket = self._ticket(tensor, owner, op, follows)

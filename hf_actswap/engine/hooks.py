@@ -599,7 +599,10 @@ class Engine:
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         called = CalledModule(name, facts, caches)
         tickets = forward.ticket_of_input, forward.tickets_of_inputs()
-        given = *tickets, self._counters, True, keeps, called, self._verifier.of_call((scope, path, None))
+        call, verifier = (scope, path, None), self._verifier
+        # What is kept inside is not computed again, and so no result of the same operators.
+        ways = (verifier.of_call(call), None) if keeps else (None, verifier.runs_of(call))
+        given = *tickets, self._counters, True, keeps, called, *ways
         return Region(name, facts.modules[0], args, kwargs, *given)
 
     def _leave_mode(self) -> None:

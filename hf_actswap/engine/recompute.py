@@ -54,7 +54,7 @@ from .module_state import CalledModule
 from .stats import Counters
 from .tickets import Kept, StaleTensorError, SwapGroup, Ticket, View, keep, restore
 from .transfer import profiler_is_on, profiler_range
-from .verify import SAME, Compare, Expect, RecomputeError, SavedForm
+from .verify import SAME, Compare, ComparedRuns, Expect, RecomputeError, SavedForm
 
 TicketOf = Callable[[torch.Tensor], Ticket]
 
@@ -426,17 +426,26 @@ class AllCaught(Exception):
 class Catcher:
     """Saved-tensor hooks of one recomputation. They number the saved tensors and hold those in ``expected``.
 
-    ``expected`` says by number what they were in forward; ``early``: raise `AllCaught` once all are there.
+    ``expected`` says by number what they were in forward; ``early``: raise `AllCaught` once all are there;
+    ``see``: what is called with each saved tensor and its number.
     """
 
-    def __init__(self, name: str, expected: Mapping[int, SavedForm], early: bool) -> None:
-        self._name, self._expected, self._early = name, expected, early
+    def __init__(
+        self,
+        name: str,
+        expected: Mapping[int, SavedForm],
+        early: bool,
+        see: Callable[[torch.Tensor, int], None] | None = None,
+    ) -> None:
+        self._name, self._expected, self._early, self._see = name, expected, early, see
         self.count = 0
         self.caught: dict[int, Kept] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         index = self.count
         self.count += 1
+        if self._see is not None:
+            self._see(tensor, index)
         if index in self._expected:
             self._expected[index].check(tensor, self._name, index)
             self.caught[index] = keep(tensor.detach())
@@ -466,7 +475,8 @@ class Region:
         random: whether the random state must be restored.
         keeps: whether ops inside are kept or swapped, so that they are not run again.
         called: what the call reads beside its arguments; ``None``: nothing (a function).
-        expect: `Verifier.of_call` of this call.
+        expect: `Verifier.of_call` of this call, of a function.
+        compared: what compares the runs of a module.
     """
 
     def __init__(
@@ -482,8 +492,9 @@ class Region:
         keeps: bool = False,
         called: CalledModule | None = None,
         expect: Expect | None = None,
+        compared: ComparedRuns | None = None,
     ) -> None:
-        self._expect = expect
+        self._expect, self.compared = expect, compared
         self.name, self.function, self.called = name, run, called
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
@@ -515,6 +526,8 @@ class Region:
             self.called.ends()
         if self.kept is not None:
             self.kept.close()
+        if self.compared is not None:
+            self.compared.forward_ends()
 
     def _hold_inputs(self) -> None:
         """Make tickets of the arguments, once there is something that may need them.
@@ -618,7 +631,9 @@ class Region:
                 output.runs += 1
 
     def _run(self, leaves: list[Any], outputs: bool, kept: KeptResults | None) -> tuple[dict[int, Kept], Any]:
-        catcher = Catcher(self.name, dict(self.expected), early=not (outputs or self._outputs))
+        again = None if self.compared is None else self.compared.again()
+        early = not (outputs or self._outputs)
+        catcher = Catcher(self.name, dict(self.expected), early, None if again is None else again.sees)
         with (
             self.state.restored(),
             self.called.restored() if self.called else nullcontext(),
@@ -631,6 +646,8 @@ class Region:
                 result = self.state.run(self.function, *args, **kwargs)
             except AllCaught:
                 result = None
+        if self.compared is not None and again is not None:
+            self.compared.compare(again)
         return catcher.complete(), result
 
 

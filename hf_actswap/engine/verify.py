@@ -127,7 +127,7 @@ class Derivations:
 
 
 class SavedByRun:
-    """Takes the checksums of what one run of a layer saves.
+    """Takes the checksums of what one run of a layer, or of a module in it, saves.
 
     A tensor is read once, however many operators save it, and not at all if it follows from others.
     """
@@ -149,10 +149,16 @@ class SavedByRun:
                 self._read_once(tensor)
         self._derivations.saved()
 
+    def add_outside(self, tensor: torch.Tensor) -> None:
+        """Take in a tensor that nobody rebuilds, as the run was given it; a buffer may be written unseen."""
+        if tensor.requires_grad or is_weight(tensor):
+            self._derivations.saved()
+
     def checksums(self) -> Checksums:
         """Return the checksums of all tensors that were added."""
         devices = sorted(self._rows, key=str)
-        sums = tuple(self._verifier.weighted(torch.cat(self._rows[device])) for device in devices)
+        with torch._C.DisableTorchFunction():  # at the end of a module, these are no functions of its layer
+            sums = tuple(self._verifier.weighted(torch.cat(self._rows[device])) for device in devices)
         return Checksums(sums, tuple(self._derived))
 
     def _read_once(self, tensor: torch.Tensor) -> None:
@@ -161,6 +167,44 @@ class SavedByRun:
         if (ref.cdata, *place) not in self._read:
             self._read[ref.cdata, *place] = ref
             self._rows.setdefault(tensor.device, []).append(row_sums(tensor))
+
+
+class ComparedRuns:
+    """Compares what a module saves in forward with what its runs in backward save.
+
+    Backward may end a run as soon as all is there that it still needs; such a run is not compared.
+    """
+
+    def __init__(self, verifier: Verifier, call: OpCall) -> None:
+        self._verifier, self._call = verifier, call
+        self._saved, self._made = SavedByRun(verifier), frozenset[int]()
+        self._checksums: Checksums | None = None
+        self._numbers: list[int] = []
+
+    def saves(self, tensor: torch.Tensor, number: int, makes: bool) -> None:
+        """Take in saved tensor ``number`` of the run in forward; ``makes``: the module makes it."""
+        if makes:
+            self._numbers.append(number)
+            self._saved.add(tensor)
+        else:
+            self._saved.add_outside(tensor)
+
+    def forward_ends(self) -> None:
+        self._made, self._checksums = frozenset(self._numbers), self._saved.checksums()
+        self._saved = SavedByRun(self._verifier)
+
+    def again(self) -> ComparedRuns:
+        """Return what takes in a run in backward."""
+        run = ComparedRuns(self._verifier, self._call)
+        run._made = self._made
+        return run
+
+    def sees(self, tensor: torch.Tensor, number: int) -> None:
+        self.saves(tensor, number, number in self._made)
+
+    def compare(self, again: ComparedRuns) -> None:
+        if self._checksums is not None and len(again._numbers) == len(self._made):
+            self._verifier.compare(self._call, self._checksums, again._saved.checksums())
 
 
 class Verifier:
@@ -203,12 +247,17 @@ class Verifier:
         return compare
 
     def of_run(self) -> SavedByRun | None:
-        """Return what takes the checksums of one run of a layer; ``None``: nothing is compared."""
+        """Return what takes the checksums of one run of a layer or module; ``None``: nothing is compared."""
         self._expects = True
         return SavedByRun(self) if self.on else None
 
+    def runs_of(self, call: OpCall) -> ComparedRuns | None:
+        """Return what compares the runs of ``call``, a module; ``None``: nothing is compared."""
+        self._expects = True
+        return ComparedRuns(self, call) if self.on else None
+
     def compare(self, call: OpCall, before: Checksums, again: Checksums) -> None:
-        """Compare what ``call``, a layer, saved in forward with what a run in backward saved."""
+        """Compare what ``call`` saved in forward with what a run in backward saved."""
         if before.derived == again.derived and len(before.sums) == len(again.sums):
             self._compared += [(call, *sums) for sums in zip(before.sums, again.sums, strict=True)]
         else:  # other operators, or on other devices

@@ -19,8 +19,9 @@ from torch import nn
 
 import hf_actswap
 from hf_actswap import MemoryPlan, load_config
-from hf_actswap.engine.autograd_state import packs_seen
+from hf_actswap.engine.autograd_state import packs_seen, running_backward
 from hf_actswap.engine.verify import Checksums, SavedByRun, Verifier, row_sums
+from hf_actswap.plan.opnames import OpStack
 from tests.engine.tiny_models import tiny_llama
 
 WHOLE = {"recompute_config": {"recompute": True}}
@@ -190,6 +191,51 @@ def test_what_changes_is_found(
         assert row is not None
         assert row.fate == "keep"
         assert [one.where for one in applied.plan.adjustments] == ["memory.verify"]
+
+
+def test_comparing_adds_no_ops_to_a_layer() -> None:
+    """An op path with an ordinal names the same call of its layer, whether modules before it are compared."""
+    again = {"select_recompute": {"input_layernorm": [4], "mlp": [4]}}
+    seen = {}
+    for when in ("off", "always"):
+        model = tiny_llama(num_hidden_layers=4)
+        applied = hf_actswap.apply(model, {"recompute_config": again, "memory": {"verify": when}})
+        ids = torch.arange(24).reshape(2, 12) % 20
+        names: list[tuple[str, int]] = []
+        begin = OpStack.begin
+
+        def noting(stack: OpStack, name: str, begin: Any = begin, names: Any = names) -> tuple[str, int]:
+            names.append(begin(stack, name))
+            return names[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OpStack, "begin", noting)
+            model(input_ids=ids, labels=ids).loss.backward()
+        seen[when] = names
+        applied.remove()
+    assert seen["off"]
+    assert seen["always"] == seen["off"]
+
+
+class OtherInBackward(nn.Module):
+    """Runs another function in backward, one that saves the same input."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        in_backward = running_backward() >= 0
+        return nn.functional.gelu(hidden) if in_backward else nn.functional.silu(hidden)
+
+
+@pytest.mark.parametrize("config", [WHOLE, ONE_BY_ONE], ids=["layers", "ops"])
+def test_another_function_of_the_same_input_is_found(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its result is not read, as it follows from the input: that it is the same function is compared."""
+    model = tiny_llama(num_hidden_layers=4)
+    model.model.layers[LAYER].mlp.act_fn = OtherInBackward()
+    with caplog.at_level(logging.WARNING):
+        train(model, config, steps=1).remove()
+    (line,) = warned(caplog)
+    assert f"layers {LAYER}" in line
 
 
 class Drifting(torch.autograd.Function):

@@ -43,6 +43,17 @@ def made_by_packing_node(tensor: torch.Tensor) -> bool:
     return node is not None and int(node._sequence_nr()) == packing_node_number()
 
 
+def node_number(node: Any) -> int:
+    """Return the number of a ``grad_fn``."""
+    return int(node._sequence_nr())
+
+
+def result_dtype(node: Any) -> torch.dtype:
+    """Return the dtype of the (first) result that a ``grad_fn`` is the node of."""
+    dtype: torch.dtype = node._input_metadata[0].dtype  # inputs of its backward: gradients of its results
+    return dtype
+
+
 def running_node_number() -> int | None:
     """Return the number of the node that backward is running on this thread; ``None`` outside backward."""
     node = _running_node()

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config import Verify
 from ..plan.actions import OpCall
-from .autograd_state import packing_node_number
+from .autograd_state import node_number, packing_node_number, result_dtype
 
 Compare = Callable[[torch.Tensor], None]
 Expect = Callable[[torch.Tensor], Compare | None]
@@ -115,8 +115,8 @@ class Derivations:
         if name not in self._RESULTS | self._COPIES:
             return None
         inputs = [function for function, _ in node.next_functions]
-        own = (name, node._input_metadata[0].dtype, getattr(node, "_saved_approximate", ""))
-        saved = self._saved[node._sequence_nr()] if name in self._RESULTS else 0
+        own = (name, result_dtype(node), getattr(node, "_saved_approximate", ""))
+        saved = self._saved[node_number(node)] if name in self._RESULTS else 0
         if saved == len(inputs):
             return (own,)
         unsaved = [one for one in inputs if one is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -11,8 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from hf_actswap.engine.autograd_state import (
     function_mode_is_innermost,
+    next_node_number,
+    node_number,
     packing_node_number,
     pop_leaked_hooks,
+    result_dtype,
     running_node_number,
     skip_node_numbers,
 )
@@ -55,6 +59,15 @@ def test_a_pack_knows_the_number_of_its_node() -> None:
             y = y + 1  # a node that saves nothing
     assert numbers.packed == nodes
     assert nodes == [nodes[0] + 2 * index for index in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_node_knows_its_number_and_the_dtype_of_its_result(dtype: torch.dtype) -> None:
+    wide = torch.randn(3, requires_grad=True).double()
+    before = next_node_number()
+    cast = wide.to(dtype)
+    assert (node_number(cast.grad_fn), result_dtype(cast.grad_fn)) == (before, dtype)
+    assert (node_number(wide.grad_fn), result_dtype(wide.grad_fn)) == (before - 1, torch.float64)
 
 
 def test_numbers_are_skipped_unseen() -> None:

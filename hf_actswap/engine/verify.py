@@ -135,7 +135,7 @@ class SavedByRun:
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._derivations = verifier, Derivations()
         # A weak reference keeps the address of a storage from being given to another, and not its memory.
-        self._read: dict[tuple[Any, ...], StorageWeakRef] = {}
+        self._read: dict[tuple[Any, ...], tuple[StorageWeakRef, torch.Tensor]] = {}
         self._rows: dict[torch.device, list[torch.Tensor]] = {}
         self._derived: list[Derivation | None] = []
 
@@ -164,9 +164,11 @@ class SavedByRun:
     def _read_once(self, tensor: torch.Tensor) -> None:
         ref = StorageWeakRef(tensor.untyped_storage())
         place = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
-        if (ref.cdata, *place) not in self._read:
-            self._read[ref.cdata, *place] = ref
-            self._rows.setdefault(tensor.device, []).append(row_sums(tensor))
+        key = ref.cdata, *place
+        if key not in self._read:
+            self._read[key] = ref, row_sums(tensor)
+        # Counted each time: under autocast two casts in forward may be one, cached, in backward.
+        self._rows.setdefault(tensor.device, []).append(self._read[key][1])
 
 
 class ComparedRuns:

@@ -307,13 +307,18 @@ def test_an_op_that_is_kept_has_the_gradients_of_its_forward() -> None:
     assert_equal(second_step(ONE_BY_ONE), second_step(None))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("config", [WHOLE, ONE_BY_ONE], ids=["layers", "ops"])
-def test_what_does_not_change_is_left_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_change_is_left_alone(
+    config: dict[str, Any], autocast: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Autocast casts a module's input for each projection in forward, and once, as a leaf, in backward."""
     found = {}
     for when in ("first", "always", "off"):
         model = tiny_llama(num_hidden_layers=4, attention_dropout=0.2)
         torch.manual_seed(1)
-        applied = train(model, {**config, "memory": {"verify": when}})
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            applied = train(model, {**config, "memory": {"verify": when}})
         assert applied.plan.adjustments == ()
         applied.remove()
         found[when] = gradients(model)

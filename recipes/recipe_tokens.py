@@ -112,20 +112,13 @@ def token_stream(
     """Tokenize all rows and join them, in order; return the token ids, shape [tokens].
 
     Special tokens are only those that the tokenizer itself adds (a `bpe` one adds none). The stream is held
-    in memory, 4 bytes a token. Of rows that are streamed no more are read than give ``limit`` tokens.
+    in memory, 4 bytes a token. It ends with the row that gives it ``limit`` tokens.
     """
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, Any]:
         return {"input_ids": tokenizer(batch["text"], return_attention_mask=False)["input_ids"]}
 
-    if is_streamed(rows):
-        read: list[TokenIds] = []
-        for batch in batches_of_text(rows):
-            read += (np.asarray(ids, dtype=np.int32) for ids in tokenize({"text": batch})["input_ids"])
-            if limit is not None and sum(map(len, read)) >= limit:
-                break
-        return _joined(read)
-    if not isinstance(rows, list):
+    if not isinstance(rows, list) and not is_streamed(rows):
         rows = rows.map(
             tokenize,
             batched=True,
@@ -137,7 +130,13 @@ def token_stream(
         lists = (ids for start in range(0, len(rows), ROWS_PER_BATCH) for ids in _ids(rows, start))
     else:
         lists = (ids for batch in batches_of_text(rows) for ids in tokenize({"text": batch})["input_ids"])
-    return _joined([np.asarray(ids, dtype=np.int32) for ids in lists])
+    tokens, pieces = 0, []
+    for ids in lists:
+        pieces.append(np.asarray(ids, dtype=np.int32))
+        tokens += len(ids)
+        if limit is not None and tokens >= limit:
+            break
+    return _joined(pieces)
 
 
 def streamed_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int) -> Any:
@@ -151,7 +150,7 @@ def streamed_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, data: DataArg
         seed: of the order.
 
     Raises:
-        RecipeError: blocks of less than two tokens.
+        RecipeError: blocks of less than two tokens, or the limit leaves none.
     """
 
     def cut_up(batch: dict[str, list[str]]) -> dict[str, Any]:
@@ -161,9 +160,12 @@ def streamed_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, data: DataArg
 
     if data.block_size < 2:
         raise _too_short(data.block_size)
+    limit = data.max_train_samples
+    if limit is not None and limit < 1:
+        raise RecipeError(f"--max_train_samples {limit} leaves no block to train on.")
     blocks = rows.map(cut_up, batched=True, batch_size=ROWS_PER_BATCH, remove_columns=["text"])
-    if data.max_train_samples is not None:
-        blocks = blocks.take(data.max_train_samples)
+    if limit is not None:
+        blocks = blocks.take(limit)
     return blocks.shuffle(seed=seed, buffer_size=SHUFFLED_BLOCKS)
 
 
@@ -199,7 +201,7 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, stream: TokenIds, block_size: int, limit: int | None = None) -> None:
         if block_size < 2:
             raise _too_short(block_size)
-        self.blocks = _blocks(stream, block_size)[:limit]
+        self.blocks = _blocks(stream, block_size)[: None if limit is None else max(limit, 0)]
         if not len(self.blocks):
             raise RecipeError(
                 f"{len(stream)} tokens give no block of {block_size} (limit: {limit}); "

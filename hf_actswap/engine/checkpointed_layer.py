@@ -17,7 +17,7 @@ from .call_state import CallState
 from .module_state import CalledModule, ModuleFacts, Surroundings
 from .stats import Counters
 from .tickets import StaleTensorError
-from .verify import SAME, Checksums, RecomputeError, SavedByRun, SavedForm, Verifier
+from .verify import SAME, ComparedRuns, RecomputeError, SavedForm, Verifier
 
 
 class CheckpointedLayer:
@@ -56,54 +56,43 @@ class CheckpointedLayer:
 class CheckpointedCall:
     """The context in which one call of a layer runs again; ``retain_graph`` enters it several times."""
 
-    __slots__ = (
-        "_called",
-        "_checksums",
-        "_entered",
-        "_expected",
-        "_layer",
-        "_ran",
-        "_state",
-        "_stops_early",
-    )
+    __slots__ = ("_called", "_entered", "_expected", "_layer", "_ran", "_runs", "_state", "_stops_early")
 
     def __init__(self, layer: CheckpointedLayer, called: CalledModule, state: CallState) -> None:
         self._layer, self._called, self._state, self._ran = layer, called, state, False
         self._expected: list[SavedForm] = []
-        self._checksums: Checksums | None = None
+        self._runs = layer.verifier.runs_of((layer.scope, "", None))
         self._stops_early = checkpointing._enable_checkpoint_early_stop is not False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], CheckpointedCall]:
         """Return the contexts of the call, and of its run in backward."""
-        noting, saved = self._called.noting(), self._layer.verifier.of_run()
-        return (noting if saved is None else self._expecting(noting, saved)), self
+        noting, runs = self._called.noting(), self._runs
+        return (noting if runs is None else self._expecting(noting, runs)), self
 
     @contextmanager
-    def _expecting(self, noting: AbstractContextManager[Any], saved: SavedByRun) -> Iterator[None]:
+    def _expecting(self, noting: AbstractContextManager[Any], runs: ComparedRuns) -> Iterator[None]:
         def note(tensor: torch.Tensor) -> None:
+            runs.saves(tensor, len(self._expected), makes=True)
             self._expected.append(SavedForm.of(tensor, None))
-            saved.add(tensor)
 
         with noting, packs_seen(note):
             yield
-        self._checksums = saved.checksums()
+        runs.forward_ends()
 
     @contextmanager
-    def _checked(self, expected: Checksums) -> Iterator[None]:
-        verifier = self._layer.verifier
-        waiting, saved = enumerate(self._expected), SavedByRun(verifier)
+    def _checked(self, runs: ComparedRuns) -> Iterator[None]:
+        waiting, again = enumerate(self._expected), runs.again()
 
         def check(tensor: torch.Tensor) -> None:
             for index, form in islice(waiting, 1):
                 form.check(tensor, self._layer.name, index)
-                saved.add(tensor)
+                again.sees(tensor, index)
 
         try:
             with packs_seen(check):
                 yield
         finally:  # the run ends with an exception as soon as all tensors are there
-            if next(waiting, None) is None:
-                verifier.compare((self._layer.scope, "", None), expected, saved.checksums())
+            runs.compare(again)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward; in backward with the context variables of the call."""
@@ -122,8 +111,8 @@ class CheckpointedCall:
         self._entered.enter_context(self._called.restored())
         if not self._layer.shown:
             self._entered.enter_context(self._watched())
-        if self._checksums is not None:
-            self._entered.enter_context(self._checked(self._checksums))
+        if self._runs is not None:
+            self._entered.enter_context(self._checked(self._runs))
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

@@ -50,7 +50,7 @@ from .recompute import Region
 from .schedule import Backward, PrefetchOrder
 from .swapped_storages import TOO_SMALL, Checkpoint, CheckpointInputs, ForwardContext, SwappedStorages
 from .tickets import Place, SwapGroup, SwapTicket, Ticket, keep
-from .verify import Derivations, is_weight
+from .verify import Derivations
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ class ForwardPass:
                 group.last_use = op
         key = self.track(tensor)
         owner = None if key is None else self.owners.by_key(key)
-        saved, follows = tensor, self._derivations is not None and self._follows(self._derivations, tensor)
+        saved, follows = tensor, self._derivations is not None and self._derivations.follows(tensor)
         if owner is None or not (owner.is_external and tensor.is_leaf):  # a weight may get other data (EMA)
             tensor = tensor.detach()
         inside = region is not None and owner is not None and _is_inside(owner)
@@ -371,14 +371,6 @@ class ForwardPass:
         if self._watched is not None:
             self._watched.append(self._step_of(saved, owner, ticket, op - self._first_op))
         return ticket
-
-    @staticmethod
-    def _follows(derivations: Derivations, saved: torch.Tensor) -> bool:
-        """Whether a tensor that is saved now is right in backward if those saved before are."""
-        follows = derivations.of(saved) is not None
-        if saved.grad_fn is not None or is_weight(saved):  # others can be written unseen
-            derivations.saved()
-        return follows
 
     def _step_of(self, saved: torch.Tensor, owner: Owner | None, ticket: Ticket, offset_ops: int) -> Step:
         """Return the record of a saved tensor, in its pack hook."""

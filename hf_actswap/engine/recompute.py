@@ -564,7 +564,8 @@ class Region:
             self._outputs[position] = _Output()
         output = self._outputs[position]
         if self._expect is not None and output.compare is None and not (follows and self.called is None):
-            output.view, output.compare = view, self._expect(tensor)
+            compare = self._expect(tensor)
+            output.compare = None if compare is None else (view, compare)
         output.tickets += 1
         return OutputTicket(self, position, view)
 
@@ -625,8 +626,9 @@ class Region:
         returned = tensors_in(result)
         for position, output in list(self._outputs.items()):  # a ticket may be freed meanwhile
             if output.kept is None and position < len(returned):
-                if output.compare is not None and output.view is not None:
-                    output.compare(output.view.on(returned[position].detach(), 0))
+                if output.compare is not None:
+                    view, compare = output.compare
+                    compare(view.on(returned[position].detach(), 0))
                 output.kept, output.unread = keep(returned[position].detach()), output.tickets
                 output.runs += 1
 
@@ -682,11 +684,10 @@ class _Output:
     """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it.
 
     Args:
-        view: what one of its tickets shows; ``compare``: what is called with that, once it is rebuilt.
+        compare: what one of its tickets shows, and what is called with that, once it is rebuilt.
     """
 
-    view: View | None = None
-    compare: Compare | None = None
+    compare: tuple[View, Compare] | None = None
     tickets: int = 0
     kept: Kept | None = None
     runs: int = 0

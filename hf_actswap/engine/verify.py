@@ -105,6 +105,16 @@ class Derivations:
         """Note that the node that is being built saves a tensor that is right in backward."""
         self._saved[packing_node_number()] += 1
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Take in a tensor that the node that is being built saves; return whether it follows from others.
+
+        What is no result of the forward and no weight may be written unseen: nothing follows from it.
+        """
+        follows = self.of(tensor) is not None
+        if tensor.grad_fn is not None or _is_weight(tensor):
+            self.saved()
+        return follows
+
     def of(self, tensor: torch.Tensor) -> Derivation | None:
         """Return how ``tensor`` was computed; ``None``: it is no result of saved tensors alone."""
         # What was written in place is no longer what its node computed.
@@ -112,11 +122,14 @@ class Derivations:
 
     def _of_node(self, node: Any) -> Derivation | None:
         name = "" if node is None else node.name()
-        if name not in self._RESULTS | self._COPIES:
+        if name in self._RESULTS:
+            saved = self._saved[node_number(node)]
+        elif name in self._COPIES:
+            saved = 0
+        else:
             return None
         inputs = [function for function, _ in node.next_functions]
         own = (name, result_dtype(node), getattr(node, "_saved_approximate", ""))
-        saved = self._saved[node_number(node)] if name in self._RESULTS else 0
         if saved == len(inputs):
             return (own,)
         unsaved = [one for one in inputs if one is not None]
@@ -141,7 +154,7 @@ class SavedByRun:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take in a tensor that the node that is being built saves."""
-        if not is_weight(tensor):
+        if not _is_weight(tensor):
             if not _has_bits(tensor):
                 return
             self._derived.append(self._derivations.of(tensor))
@@ -151,7 +164,7 @@ class SavedByRun:
 
     def add_outside(self, tensor: torch.Tensor) -> None:
         """Take in a tensor that nobody rebuilds, as the run was given it; a buffer may be written unseen."""
-        if tensor.requires_grad or is_weight(tensor):
+        if tensor.requires_grad or _is_weight(tensor):
             self._derivations.saved()
 
     def checksums(self) -> Checksums:
@@ -172,14 +185,17 @@ class SavedByRun:
 
 
 class ComparedRuns:
-    """Compares what a module saves in forward with what its runs in backward save.
+    """Compares what a layer or module saves in forward with what its runs in backward save.
 
     Backward may end a run as soon as all is there that it still needs; such a run is not compared.
+
+    Args:
+        made: of a run in backward: numbers of the saved tensors that the module made in forward.
     """
 
-    def __init__(self, verifier: Verifier, call: OpCall) -> None:
-        self._verifier, self._call = verifier, call
-        self._saved, self._made = SavedByRun(verifier), frozenset[int]()
+    def __init__(self, verifier: Verifier, call: OpCall, made: frozenset[int] = frozenset()) -> None:
+        self._verifier, self._call, self._made = verifier, call, made
+        self._saved = SavedByRun(verifier)
         self._checksums: Checksums | None = None
         self._numbers: list[int] = []
 
@@ -197,11 +213,10 @@ class ComparedRuns:
 
     def again(self) -> ComparedRuns:
         """Return what takes in a run in backward."""
-        run = ComparedRuns(self._verifier, self._call)
-        run._made = self._made
-        return run
+        return ComparedRuns(self._verifier, self._call, self._made)
 
     def sees(self, tensor: torch.Tensor, number: int) -> None:
+        """Take in saved tensor ``number`` of a run in backward."""
         self.saves(tensor, number, number in self._made)
 
     def compare(self, again: ComparedRuns) -> None:
@@ -239,7 +254,7 @@ class Verifier:
         return partial(self._expect, call) if self.on else None
 
     def _expect(self, call: OpCall, tensor: torch.Tensor) -> Compare | None:
-        if not _has_bits(tensor) or is_weight(tensor):
+        if not _has_bits(tensor) or _is_weight(tensor):
             return None
         self._expects, expected = True, self.checksum(tensor)
 
@@ -248,13 +263,8 @@ class Verifier:
 
         return compare
 
-    def of_run(self) -> SavedByRun | None:
-        """Return what takes the checksums of one run of a layer or module; ``None``: nothing is compared."""
-        self._expects = True
-        return SavedByRun(self) if self.on else None
-
     def runs_of(self, call: OpCall) -> ComparedRuns | None:
-        """Return what compares the runs of ``call``, a module; ``None``: nothing is compared."""
+        """Return what compares the runs of ``call``, a layer or module; ``None``: nothing is compared."""
         self._expects = True
         return ComparedRuns(self, call) if self.on else None
 
@@ -339,6 +349,5 @@ def _has_bits(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.element_size() in _INTEGERS
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter, or a view of one."""
+def _is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)

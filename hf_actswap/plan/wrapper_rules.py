@@ -165,13 +165,13 @@ def problems_of_checkpointing_around(
     """
     layers = structure.layer_modules(root)
     named = {id(layers[row.scope]): row.scope for row in plan.rows if row.scope in layers}
-    inside = [
+    inside = {
         scope
         for module in root.modules()
         if is_checkpointed(module) and _CHECKPOINTS in unwrap(type(module).forward).__code__.co_names
         for child in module.modules()
         if (scope := named.get(id(child))) is not None and not is_checkpointed(child)
-    ]
+    }
     if not inside:
         return []
     expected = "gradient checkpointing or a plan, not both"

@@ -104,11 +104,11 @@ def test_no_rows_give_an_empty_stream(bpe: PreTrainedTokenizerFast) -> None:
     assert token_stream(["", ""], bpe, DataArguments()).tolist() == []
 
 
-@given(tokens=st.integers(4, 60), block_size=st.integers(2, 7), limit=st.none() | st.integers(1, 9))
+@given(tokens=st.integers(4, 60), block_size=st.integers(2, 7), limit=st.none() | st.integers(-2, 9))
 def test_blocks_are_the_stream_without_its_remainder(tokens: int, block_size: int, limit: int | None) -> None:
     stream = np.arange(tokens, dtype=np.int32)
     expected = tokens // block_size if limit is None else min(limit, tokens // block_size)
-    if expected == 0:
+    if expected < 1:
         with pytest.raises(RecipeError, match="give no block of"):
             TokenBlocks(stream, block_size, limit)
         return
@@ -136,6 +136,14 @@ def test_a_stream_gives_the_same_blocks_in_another_order(bpe: PreTrainedTokenize
     assert [list(row["input_ids"]) for row in blocks] != found
     few = streamed_blocks(stream, bpe, DataArguments(block_size=16, max_train_samples=5), seed=3)
     assert sorted(list(row["input_ids"]) for row in few) == sorted(expected[:5])
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 1}, {"max_train_samples": 0}, {"max_train_samples": -1}])
+def test_a_stream_that_gives_no_block_is_rejected(
+    settings: dict[str, int], bpe: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(RecipeError, match=f"--{next(iter(settings))}"):
+        streamed_blocks(None, bpe, DataArguments(**settings), seed=3)
 
 
 def test_no_more_is_read_of_a_stream_than_is_asked_for(bpe: PreTrainedTokenizerFast) -> None:
